@@ -1,0 +1,121 @@
+"""Every error that pptasks raises on purpose, as one tree.
+
+    PPError                     anything a user or an operator can act on; the command line prints it in one line
+    ├── UsageError              wrong use: exit code 2
+    │   └── ConfigError         a setting or an environment variable that does not hold
+    ├── PlanError               spans that do not tile the blocks, too many stages
+    ├── ModelError              a model that cannot be read
+    │   ├── ModelNotFound       no such alias, file or folder
+    │   ├── ModelFileError      truncated, or not what its name says
+    │   └── Unsupported         an architecture, tensor type or tokenizer that we do not know, by name
+    ├── RequestError            a request that no pipeline could serve: empty, too long, an id outside the vocabulary
+    ├── WireError               a frame that is refused
+    │   ├── VersionMismatch     a version that we do not speak
+    │   ├── MalformedFrame      wrong length, wrong magic, a size over the limit
+    │   ├── BadTag              the authentication tag does not match
+    │   └── WrongPlan           another plan's digest
+    ├── RoutingError            a frame with no next hop
+    ├── CacheMiss               a position beyond what the KV cache of this stage holds
+    ├── BrokerError             the broker cannot be started, reached, or refuses us
+    ├── LinkError               the iroh link cannot be made, or was refused
+    ├── StageTaken              another worker serves this stage already
+    ├── StageFailed             a worker died or reported an error; carries its last log lines
+    ├── NotReady                a stage was not ready in time
+    └── RequestFailed           the pipeline gave up on a request
+
+A message names the thing and says what to do. None of them ever holds a secret.
+"""
+
+
+class PPError(Exception):
+    """Root of the tree. `str(error)` is one line, written for the person who reads it."""
+
+    exit_code = 1
+
+
+class UsageError(PPError):
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    pass
+
+
+class PlanError(PPError):
+    pass
+
+
+class ModelError(PPError):
+    pass
+
+
+class ModelNotFound(ModelError):
+    pass
+
+
+class ModelFileError(ModelError):
+    pass
+
+
+class Unsupported(ModelError):
+    pass
+
+
+class RequestError(PPError):
+    pass
+
+
+class WireError(PPError):
+    pass
+
+
+class VersionMismatch(WireError):
+    pass
+
+
+class MalformedFrame(WireError):
+    pass
+
+
+class BadTag(WireError):
+    pass
+
+
+class WrongPlan(WireError):
+    pass
+
+
+class RoutingError(PPError):
+    pass
+
+
+class CacheMiss(PPError):
+    pass
+
+
+class BrokerError(PPError):
+    pass
+
+
+class LinkError(PPError):
+    pass
+
+
+class StageTaken(PPError):
+    pass
+
+
+class StageFailed(PPError):
+    """`log` holds the last lines that the worker wrote, oldest first."""
+
+    def __init__(self, message: str, log: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.log = log
+
+
+class NotReady(PPError):
+    pass
+
+
+class RequestFailed(PPError):
+    pass
