@@ -1,0 +1,135 @@
+"""One frozen Settings, validated once. The only module of pptasks that reads the environment.
+
+A worker is told what it is by its environment, so that the same command starts it anywhere:
+
+| variable | meaning | default |
+|---|---|---|
+| STAGE | index of this worker's stage, 0 is the head | none: a client |
+| NUM_STAGES | how many stages the pipeline has | 2 |
+| MODEL | alias, .gguf file or Hugging Face folder | smollm2:135m |
+| PP_BROKER | broker URL, password included | redis://127.0.0.1:6379/0 |
+| PP_RUN | name of the run: the prefix of all its keys | default |
+| PP_SECRET | 64 hex digits that authenticate the run's frames | none; a worker needs it |
+| PP_SPLIT | even, auto, or blocks per stage "a,b,..." | even |
+| PP_WIRE | dtype of the hidden state on the wire: bf16, f16, f32 | bf16 |
+| PP_READOUT | auto, first (ring) or last (line) | auto |
+| PP_CONTEXT | positions that a slot holds | 2048, or the model's if that is less |
+| PP_SLOTS | sequences that can be in flight | 4 |
+| PP_PREFILL_CHUNK | most rows of a frame | 128 |
+| PP_KERNELS | auto, or tinygrad (no C kernels) | auto |
+| PP_LAP_DEADLINE | seconds after which a lap is sent again | 30 |
+| PP_LEASE | 1: leave when the run's lease is gone | 0 |
+| PP_CACHE | folder for models and compiled kernels | the user's cache folder |
+| CC | C compiler of the CPU device | clang, else ziglang's |
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import platformdirs
+
+from pptasks.errors import ConfigError
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+MAX_STAGES = 1024
+MAX_SLOTS = 1024
+MAX_CHUNK = 4096
+MAX_CONTEXT = 1 << 20
+
+
+def _env(name: str, default: object, *, secret: bool = False) -> object:
+    return field(default=default, repr=not secret, metadata={"env": name})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one process of a run knows. `repr` never shows the broker's password or the run's secret.
+
+    Raises ConfigError, naming the variable, for a value that does not hold.
+    """
+
+    stage: int | None = _env("STAGE", None)  # type: ignore[assignment]
+    num_stages: int = _env("NUM_STAGES", 2)  # type: ignore[assignment]
+    model: str = _env("MODEL", "smollm2:135m")  # type: ignore[assignment]
+    broker: str = _env("PP_BROKER", "redis://127.0.0.1:6379/0", secret=True)  # type: ignore[assignment]
+    run: str = _env("PP_RUN", "default")  # type: ignore[assignment]
+    secret: str = _env("PP_SECRET", "", secret=True)  # type: ignore[assignment]
+    split: str = _env("PP_SPLIT", "even")  # type: ignore[assignment]
+    wire: str = _env("PP_WIRE", "bf16")  # type: ignore[assignment]
+    readout: str = _env("PP_READOUT", "auto")  # type: ignore[assignment]
+    context: int | None = _env("PP_CONTEXT", None)  # type: ignore[assignment]
+    slots: int = _env("PP_SLOTS", 4)  # type: ignore[assignment]
+    prefill_chunk: int = _env("PP_PREFILL_CHUNK", 128)  # type: ignore[assignment]
+    kernels: str = _env("PP_KERNELS", "auto")  # type: ignore[assignment]
+    lap_deadline_s: float = _env("PP_LAP_DEADLINE", 30.0)  # type: ignore[assignment]
+    lease: bool = _env("PP_LEASE", False)  # type: ignore[assignment]
+    cache: Path = _env("PP_CACHE", Path(platformdirs.user_cache_dir("pptasks", appauthor=False)))  # type: ignore[assignment]
+    cc: str | None = _env("CC", None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        _range("NUM_STAGES", self.num_stages, 1, MAX_STAGES)
+        if self.stage is not None:
+            _range("STAGE", self.stage, 0, self.num_stages - 1)
+        if not self.model:
+            raise ConfigError("MODEL is empty: give an alias, a .gguf file or a model folder")
+        if not _RUN_NAME.fullmatch(self.run):
+            raise ConfigError(f"PP_RUN is {self.run!r}: use up to 64 letters, digits, '.', '_' or '-'")
+        if self.secret and not re.fullmatch(r"[0-9a-fA-F]{64}", self.secret):
+            raise ConfigError("PP_SECRET must be 64 hex digits (32 bytes), the same for all stages of the run")
+        _choice("PP_WIRE", self.wire, ("bf16", "f16", "f32"))
+        _choice("PP_READOUT", self.readout, ("auto", "first", "last"))
+        _choice("PP_KERNELS", self.kernels, ("auto", "tinygrad"))
+        if self.context is not None:
+            _range("PP_CONTEXT", self.context, 1, MAX_CONTEXT)
+        _range("PP_SLOTS", self.slots, 1, MAX_SLOTS)
+        _range("PP_PREFILL_CHUNK", self.prefill_chunk, 1, MAX_CHUNK)
+        if not 0.1 <= self.lap_deadline_s <= 3600:
+            raise ConfigError(f"PP_LAP_DEADLINE is {self.lap_deadline_s}: give seconds between 0.1 and 3600")
+
+    @property
+    def secret_bytes(self) -> bytes:
+        """The key that authenticates the run's frames, 32 bytes. Raises ConfigError when there is none."""
+        if not self.secret:
+            raise ConfigError("PP_SECRET is not set: give every stage of the run the same 64 hex digits")
+        return bytes.fromhex(self.secret)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "Settings":
+        """Settings of this process. An empty variable counts as not set."""
+        environ = os.environ if environ is None else environ
+        given = {f.name: _parse(f.metadata["env"], f.name, raw) for f in fields(cls) if (raw := environ.get(f.metadata["env"]))}
+        return cls(**given)  # type: ignore[arg-type]
+
+    def to_env(self) -> dict[str, str]:
+        """The variables from which `from_env` makes these settings again; what a worker process is started with."""
+        values = {f.metadata["env"]: getattr(self, f.name) for f in fields(self)}
+        return {k: str(int(v) if isinstance(v, bool) else v) for k, v in values.items() if v is not None and v != ""}
+
+
+_PARSERS = {
+    **dict.fromkeys(("stage", "num_stages", "context", "slots", "prefill_chunk"), int),
+    "lap_deadline_s": float,
+    "cache": Path,
+    "lease": lambda raw: {"0": False, "1": True}[raw],
+}
+
+
+def _parse(variable: str, name: str, raw: str) -> object:
+    try:
+        return _PARSERS.get(name, str)(raw)
+    except (ValueError, KeyError):
+        kind = "0 or 1" if name == "lease" else "a number"
+        raise ConfigError(f"{variable} is {raw!r}: give {kind}") from None
+
+
+def _range(variable: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{variable} is {value}: give a whole number from {low} to {high}")
+
+
+def _choice(variable: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{variable} is {value!r}: give one of {', '.join(choices)}")

@@ -1,0 +1,166 @@
+"""Who computes what: spans that tile the blocks, and the plan that every stage of a run must share.
+
+Pure. A plan that does not tile is refused here, because a pipeline that skips a block would still write fluent text.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from pptasks.errors import PlanError
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """A half-open range of blocks, `[lo, hi)`."""
+
+    lo: int
+    hi: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lo <= self.hi:
+            raise PlanError(f"span [{self.lo}, {self.hi}) is not a range of blocks")
+
+    def __len__(self) -> int:
+        return self.hi - self.lo
+
+    def __str__(self) -> str:
+        return f"[{self.lo}, {self.hi})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the stages of a run agree on. Two stages with different plans refuse each other's frames.
+
+    Raises PlanError unless the spans tile `[0, n_blocks)` in order and only the head's is empty.
+    """
+
+    spans: tuple[Span, ...]
+    n_blocks: int
+    fingerprint: str  # of the model
+    wire: str  # dtype of the hidden state between stages: bf16, f16, f32
+    readout: str  # "first": on the head, a ring; "last": on the last stage, a line
+    context: int  # positions that a slot holds
+    slots: int  # sequences in flight
+    max_rows: int  # most rows of a frame
+
+    def __post_init__(self) -> None:
+        check_tiling(self.spans, self.n_blocks)
+        if self.readout not in ("first", "last"):
+            raise PlanError(f"readout is {self.readout!r}: give first or last")
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.spans)
+
+    @property
+    def is_ring(self) -> bool:
+        """True when the hidden state travels back to the head for its read-out; one stage alone needs no ring."""
+        return self.readout == "first" and self.n_stages > 1
+
+    @property
+    def readout_stage(self) -> int:
+        return 0 if self.readout == "first" else self.n_stages - 1
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that differ when anything in the plan does."""
+        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).digest()[:DIGEST_BYTES]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "spans": [[s.lo, s.hi] for s in self.spans],
+            "wire": self.wire,
+            "readout": self.readout,
+            "digest": self.digest.hex(),
+        }
+
+
+def check_tiling(spans: Sequence[Span], n_blocks: int) -> None:
+    """Raises PlanError unless `spans` tile `[0, n_blocks)` without gap or overlap, and only the first may be empty."""
+    if not spans:
+        raise PlanError("a plan needs at least one stage")
+    shown = " ".join(map(str, spans))
+    if spans[0].lo != 0 or spans[-1].hi != n_blocks or any(a.hi != b.lo for a, b in pairwise(spans)):
+        raise PlanError(f"spans {shown} do not tile the {n_blocks} blocks of the model")
+    if any(len(s) == 0 for s in spans[1:]):
+        raise PlanError(f"spans {shown}: only stage 0 may keep no block")
+
+
+def partition(n_blocks: int, stages: int, split: str, block_costs: Sequence[float], readout_costs: Sequence[float]) -> tuple[Span, ...]:
+    """Cut `n_blocks` blocks into `stages` spans.
+
+    `split` is "even" (blocks // stages each, the remainder on the last), "auto" (the largest cost of a stage is as small as it can be)
+    or the blocks of each stage, "10,10,10". `block_costs` has one cost a block, `readout_costs` one a stage for what it holds besides.
+    Raises PlanError for a split that does not tile, or more stages than blocks + 1.
+    """
+    if split not in ("even", "auto"):
+        return _given(n_blocks, stages, split)
+    if not 1 <= stages <= n_blocks + 1:
+        raise PlanError(f"{stages} stages for {n_blocks} blocks: give 1 to {n_blocks + 1}, as only the head may keep no block")
+    if stages == n_blocks + 1:
+        sizes = [0] + [1] * n_blocks
+    elif split == "even":
+        each = n_blocks // stages
+        sizes = [each] * (stages - 1) + [n_blocks - each * (stages - 1)]
+    else:
+        sizes = _balanced(stages, block_costs, readout_costs)
+    return _spans(sizes)
+
+
+def _given(n_blocks: int, stages: int, split: str) -> tuple[Span, ...]:
+    sizes = split_sizes(split)
+    if len(sizes) != stages:
+        raise PlanError(f"split {split!r} names {len(sizes)} stages, but {stages} are asked for")
+    if sum(sizes) != n_blocks:
+        raise PlanError(f"split {split!r} covers {sum(sizes)} blocks, but the model has {n_blocks}")
+    if 0 in sizes[1:]:
+        raise PlanError(f"split {split!r}: only stage 0 may keep no block")
+    return _spans(sizes)
+
+
+def split_sizes(split: str) -> list[int]:
+    """The blocks of each stage in "a,b,...". Raises PlanError for anything else."""
+    parts = [p.strip() for p in split.split(",")]
+    if not all(p.isascii() and p.isdigit() and len(p) < 7 for p in parts):
+        raise PlanError(f"split {split!r} is neither even, auto nor numbers of blocks such as 10,10,10")
+    return [int(p) for p in parts]
+
+
+def _spans(sizes: Sequence[int]) -> tuple[Span, ...]:
+    edges = [0]
+    for size in sizes:
+        edges.append(edges[-1] + size)
+    return tuple(Span(lo, hi) for lo, hi in pairwise(edges))
+
+
+def _balanced(stages: int, costs: Sequence[float], extra: Sequence[float]) -> list[int]:
+    """Blocks of each stage such that the largest stage cost is least, and among those the sum of squares."""
+    largest = _best_cut(stages, costs, extra, lambda total, cost: max(total, cost), None)[0]
+    return _best_cut(stages, costs, extra, lambda total, cost: total + cost * cost, largest)[1]
+
+
+def _best_cut(stages: int, costs: Sequence[float], extra: Sequence[float], join: Any, limit: float | None) -> tuple[float, list[int]]:
+    """Dynamic programming over the cuts: best[k] = (value, sizes) with the first k blocks dealt to the stages so far."""
+    n, prefix = len(costs), [0.0]
+    for c in costs:
+        prefix.append(prefix[-1] + c)
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for stage in range(stages):
+        after: dict[int, tuple[float, list[int]]] = {}
+        for start, (value, sizes) in best.items():
+            for end in range(start + (stage > 0), n - (stages - 1 - stage) + 1):
+                cost = prefix[end] - prefix[start] + extra[stage]
+                if limit is not None and cost > limit:
+                    continue
+                joined = join(value, cost)
+                if end not in after or joined < after[end][0]:
+                    after[end] = (joined, [*sizes, end - start])
+        best = after
+    return best[n]

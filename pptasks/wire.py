@@ -1,0 +1,216 @@
+"""Frames: the only module that knows their bytes.
+
+Layout, little-endian, in this order:
+
+    header   96 bytes  magic "PPTF", version u8, kind u8, dtype u8, error code u8, plan digest 16s, run 16s, step u64, compute us u64,
+                       lanes u32, rows u32, width u32, payload bytes u32, reserved 24s (zero)
+    lanes    64 bytes each: request 16s, attempt u32, slot u32, position u32, length u32, readout u32, temperature f64, top_k u32,
+                       top_p f64, seed u64
+    payload  rows x width values of dtype, C order
+    tag      32 bytes  HMAC-SHA256 over all of the above with the run's secret
+
+A decoder refuses, with a typed error and before it allocates anything, a frame with another magic, version or length, a count over its
+limit, or a tag that does not match. Nothing is guessed.
+"""
+
+import hashlib
+import hmac
+import math
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import ml_dtypes
+import numpy as np
+
+from pptasks.errors import BadTag, MalformedFrame, VersionMismatch
+from pptasks.plan import DIGEST_BYTES
+
+MAGIC = b"PPTF"
+VERSION = 1
+TAG_BYTES = 32
+MAX_LANES = 1024
+MAX_FRAME_BYTES = 16 << 20
+ID_BYTES = 16
+
+_HEADER = struct.Struct("<4sBBBB16s16sQQIIII24x")
+_LANE = struct.Struct("<16sIIIIIdIdQ")
+_VERSION_AT = 4
+
+
+class Kind(IntEnum):
+    ACTIVATION = 1  # hidden state of every row, on its way down the pipeline
+    RETURN = 2  # hidden state of the read-out rows, on its way back to the head of a ring
+    TOKENS = 3  # one sampled id for each read-out row, on its way back to the head of a line
+    ERROR = 4  # these lanes were not computed; the payload is a message in UTF-8
+
+
+class ErrorCode(IntEnum):
+    NONE = 0
+    CACHE_MISS = 1  # the stage lacks earlier positions: send the sequence again from the start
+    FAILED = 2  # the stage could not compute: the request fails
+
+
+DTYPES: dict[str, np.dtype] = {
+    "f32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype(np.float16),
+    "i32": np.dtype(np.int32),
+    "u8": np.dtype(np.uint8),
+}
+_CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+_DTYPE_OF = dict(enumerate(DTYPES.values()))
+_KIND_DTYPES = {
+    Kind.ACTIVATION: {DTYPES[n] for n in ("f32", "bf16", "f16")},
+    Kind.RETURN: {DTYPES[n] for n in ("f32", "bf16", "f16")},
+    Kind.TOKENS: {DTYPES["i32"]},
+    Kind.ERROR: {DTYPES["u8"]},
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. Bounds are checked at the door (client.py)."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One sequence inside a frame: `length` rows at positions `[position, position + length)` of a slot, the last `readout` of them read out."""
+
+    request: bytes  # 16 bytes, see `short_id`
+    attempt: int
+    slot: int
+    position: int
+    length: int
+    readout: int
+    sampling: Sampling = Sampling()
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One hop. `payload` is (rows, width) in its wire dtype; `step` numbers the laps of a head, rising also across its restarts."""
+
+    kind: Kind
+    plan: bytes  # the plan's digest
+    run: bytes  # `short_id` of the run's name
+    step: int
+    compute_us: int  # spent computing on this lap so far, microseconds
+    lanes: tuple[Lane, ...]
+    payload: np.ndarray
+    error: ErrorCode = ErrorCode.NONE
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Frame):
+            return NotImplemented
+        same = all(getattr(self, n) == getattr(other, n) for n in ("kind", "plan", "run", "step", "compute_us", "lanes", "error"))
+        mine, theirs = self.payload, other.payload
+        return same and mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def short_id(name: str) -> bytes:
+    """16 bytes that stand for a run or a request in a frame, whatever its name looks like."""
+    return hashlib.blake2b(name.encode(), digest_size=ID_BYTES).digest()
+
+
+def frame_bytes(lanes: int, rows: int, width: int, dtype: np.dtype) -> int:
+    """Size of a frame on the wire."""
+    return _HEADER.size + lanes * _LANE.size + rows * width * dtype.itemsize + TAG_BYTES
+
+
+def max_rows(width: int, dtype: np.dtype, lanes: int) -> int:
+    """Rows of `width` values that fit one frame with `lanes` lanes."""
+    return max(0, (MAX_FRAME_BYTES - frame_bytes(lanes, 0, 0, dtype)) // (width * dtype.itemsize))
+
+
+def encode(frame: Frame, secret: bytes) -> bytes:
+    """Raises MalformedFrame for a frame that `decode` would refuse."""
+    rows, width = frame.payload.shape
+    size = frame_bytes(len(frame.lanes), rows, width, frame.payload.dtype)
+    _check(frame.kind, frame.payload.dtype, frame.lanes, rows, width, size)
+    payload = np.ascontiguousarray(frame.payload)
+    head = _HEADER.pack(
+        MAGIC, VERSION, frame.kind, _CODE_OF[payload.dtype], frame.error, frame.plan, frame.run, frame.step, frame.compute_us,
+        len(frame.lanes), rows, width, payload.nbytes,
+    )  # fmt: skip
+    lanes = b"".join(_pack_lane(lane) for lane in frame.lanes)
+    body = b"".join((head, lanes, payload.view(np.uint8).data if payload.nbytes else b""))
+    return body + hmac.digest(secret, body, "sha256")
+
+
+def decode(data: bytes, secret: bytes) -> Frame:
+    """The frame in `data`; its payload is a read-only view of it.
+
+    Raises MalformedFrame (magic, length, counts), VersionMismatch, or BadTag.
+    """
+    if len(data) > MAX_FRAME_BYTES:
+        raise MalformedFrame(f"a frame of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    if len(data) < _HEADER.size + TAG_BYTES or data[: len(MAGIC)] != MAGIC:
+        raise MalformedFrame(f"{len(data)} bytes are not a frame: wrong magic or too short")
+    if data[_VERSION_AT] != VERSION:
+        raise VersionMismatch(f"a frame of version {data[_VERSION_AT]}; this side speaks version {VERSION}: install the same pptasks on every stage")
+    view = memoryview(data)
+    if not hmac.compare_digest(hmac.digest(secret, view[:-TAG_BYTES], "sha256"), view[-TAG_BYTES:]):
+        raise BadTag("a frame's authentication tag does not match: damaged on the way, or sent with another run's PP_SECRET")
+    return _unpack(view)
+
+
+def _unpack(view: memoryview) -> Frame:
+    _, _, kind, code, error, plan, run, step, compute_us, n_lanes, rows, width, nbytes = _HEADER.unpack_from(view)
+    try:
+        kind, error, dtype = Kind(kind), ErrorCode(error), _DTYPE_OF[code]
+    except (ValueError, KeyError):
+        raise MalformedFrame(f"a frame with kind {kind}, error code {error}, dtype {code}: not known to version {VERSION}") from None
+    if n_lanes > MAX_LANES:
+        raise MalformedFrame(f"a frame with {n_lanes} lanes; at most {MAX_LANES}")
+    if nbytes != rows * width * dtype.itemsize or len(view) != frame_bytes(n_lanes, rows, width, dtype):
+        raise MalformedFrame(f"a frame of {len(view)} bytes does not hold {n_lanes} lanes and {rows} x {width} values")
+    start = _HEADER.size + n_lanes * _LANE.size
+    lanes = tuple(_unpack_lane(view, at) for at in range(_HEADER.size, start, _LANE.size))
+    _check(kind, dtype, lanes, rows, width, len(view))
+    payload = np.frombuffer(view, dtype, rows * width, start).reshape(rows, width)
+    return Frame(kind, plan, run, step, compute_us, lanes, payload, error)
+
+
+def _pack_lane(lane: Lane) -> bytes:
+    s = lane.sampling
+    try:
+        return _LANE.pack(
+            lane.request, lane.attempt, lane.slot, lane.position, lane.length, lane.readout, s.temperature, s.top_k, s.top_p, s.seed
+        )
+    except struct.error as e:
+        raise MalformedFrame(f"{lane} does not fit a frame: {e}") from None
+
+
+def _unpack_lane(view: memoryview, at: int) -> Lane:
+    request, attempt, slot, position, length, readout, *sampling = _LANE.unpack_from(view, at)
+    return Lane(request, attempt, slot, position, length, readout, Sampling(*sampling))
+
+
+def _check(kind: Kind, dtype: np.dtype, lanes: tuple[Lane, ...], rows: int, width: int, size: int) -> None:
+    """What holds for every frame, on both ways. Raises MalformedFrame."""
+    if size > MAX_FRAME_BYTES:
+        raise MalformedFrame(f"a frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}: use a smaller prefill chunk")
+    if len(lanes) > MAX_LANES:
+        raise MalformedFrame(f"a frame with {len(lanes)} lanes; at most {MAX_LANES}")
+    if dtype not in _KIND_DTYPES[kind]:
+        raise MalformedFrame(f"a frame of kind {kind.name} cannot hold {dtype}")
+    for lane in lanes:
+        if not 0 <= lane.readout <= lane.length or len(lane.request) != ID_BYTES:
+            raise MalformedFrame(f"a lane with {lane.readout} read-outs of {lane.length} rows")
+        if not (math.isfinite(lane.sampling.temperature) and math.isfinite(lane.sampling.top_p)):
+            raise MalformedFrame("a lane whose sampling parameters are not finite")
+    expected = {
+        Kind.ACTIVATION: sum(lane.length for lane in lanes),
+        Kind.RETURN: sum(lane.readout for lane in lanes),
+        Kind.TOKENS: sum(lane.readout for lane in lanes),
+        Kind.ERROR: 1,
+    }[kind]
+    if rows != expected or (kind is Kind.TOKENS and width != 1):
+        raise MalformedFrame(f"a frame of kind {kind.name} with {rows} x {width} values for lanes that need {expected} rows")

@@ -1,0 +1,114 @@
+"""The computation of one step on one stage: an activation in, the frames it makes out. No queue, no thread, no clock but the compute time.
+
+Rows are positions; a lane of `length` rows occupies that many rows of the payload, in the order of the lanes.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from pptasks.errors import CacheMiss, MalformedFrame, WrongPlan
+from pptasks.plan import Plan
+from pptasks.routing import produces
+from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Lane
+from workers.kv import Place, SlotTable
+from workers.model import Slice
+from workers.sample import sample
+from workers.scheduler import Batch
+
+
+class Stage:
+    """Stage `index` of `plan`: checks a frame, keeps the slots, runs its slice, and makes the frames that go on."""
+
+    def __init__(self, plan: Plan, index: int, run: bytes, slice_: Slice):
+        self.plan, self.index, self.slice = plan, index, slice_
+        self._run_id, self._digest = run, plan.digest
+        self._wire = DTYPES[plan.wire]
+        self._slots = SlotTable(plan.slots, plan.context)
+
+    def start(self, batch: Batch) -> list[Frame]:
+        """The head's part of a lap: embedding and its own blocks."""
+        began = time.perf_counter_ns()
+        x = self.slice.embed(np.array(batch.ids, np.int32))  # (R, D)
+        return self._compute(batch.step, batch.lanes, x, 0, began)
+
+    def step(self, frame: Frame) -> list[Frame]:
+        """A later stage's part of a lap. Raises WrongPlan or MalformedFrame for a frame that is not for this stage."""
+        began = time.perf_counter_ns()
+        self.check(frame)
+        if frame.kind is not Kind.ACTIVATION or self.index == 0:
+            raise MalformedFrame(f"stage {self.index} got a frame of kind {frame.kind.name}")
+        return self._compute(frame.step, frame.lanes, frame.payload.astype(np.float32), frame.compute_us, began)
+
+    def read_out(self, lanes: Sequence[Lane], hidden: np.ndarray) -> list[list[int]]:
+        """Sampled ids of each lane; hidden: float32 (sum of read-outs, D)."""
+        ids: list[list[int]] = []
+        logits = self.slice.logits(hidden) if len(hidden) else hidden  # (n, V)
+        row = 0
+        for lane in lanes:
+            first = lane.position + lane.length - lane.readout
+            ids.append([sample(logits[row + i], lane.sampling, first + i) for i in range(lane.readout)])
+            row += lane.readout
+        return ids
+
+    def tokens_of(self, frame: Frame) -> list[tuple[Lane, list[int]]]:
+        """The ids that a frame brings back to the head: read out here in a ring, on the last stage in a line."""
+        self.check(frame)
+        if frame.kind is Kind.RETURN:
+            return list(zip(frame.lanes, self.read_out(frame.lanes, frame.payload.astype(np.float32)), strict=True))
+        if frame.kind is not Kind.TOKENS:
+            raise MalformedFrame(f"the head got a frame of kind {frame.kind.name}")
+        ends = np.cumsum([lane.readout for lane in frame.lanes])[:-1]
+        return [(lane, ids.tolist()) for lane, ids in zip(frame.lanes, np.split(frame.payload[:, 0], ends), strict=True)]
+
+    def check(self, frame: Frame) -> None:
+        """Raises WrongPlan unless the frame belongs to this run and this plan, MalformedFrame if its rows are not our width."""
+        if frame.run != self._run_id or frame.plan != self._digest:
+            raise WrongPlan(
+                f"stage {self.index} got a frame of plan {frame.plan.hex()}, but its own is {self._digest.hex()}: "
+                "start every stage with the same model, split, wire, readout, context and slots"
+            )
+        if frame.kind in (Kind.ACTIVATION, Kind.RETURN) and frame.payload.shape[1] != self.slice.dim:
+            raise MalformedFrame(f"a hidden state of width {frame.payload.shape[1]}; this model's is {self.slice.dim}")
+
+    def error(self, code: ErrorCode, step: int, lanes: Sequence[Lane], message: str) -> Frame:
+        """Tells the head that these lanes were not computed here."""
+        text = np.frombuffer(f"stage {self.index}: {message}".encode()[:1000], np.uint8)[None, :]
+        return self._frame(Kind.ERROR, step, tuple(lanes), text, 0, code)
+
+    def _compute(self, step: int, lanes: tuple[Lane, ...], x: np.ndarray, compute_us: int, began: int) -> list[Frame]:
+        places = [self._slots.place(lane, step) for lane in lanes]
+        missed = [lane for lane, place in zip(lanes, places, strict=True) if place is Place.MISS]
+        frames = [self.error(ErrorCode.CACHE_MISS, step, missed, str(CacheMiss("positions are missing")))] if missed else []
+        if not all(place is Place.RUN for place in places):
+            x = x[np.repeat([place is Place.RUN for place in places], [lane.length for lane in lanes])]
+            lanes = tuple(lane for lane, place in zip(lanes, places, strict=True) if place is Place.RUN)
+        if lanes:
+            frames.append(self._run(step, lanes, x, compute_us, began))
+        return frames
+
+    def _run(self, step: int, lanes: tuple[Lane, ...], x: np.ndarray, compute_us: int, began: int) -> Frame:
+        lengths = [lane.length for lane in lanes]
+        slots = np.repeat(np.array([lane.slot for lane in lanes], np.int32), lengths)  # (R,)
+        positions = np.concatenate([np.arange(lane.position, lane.position + lane.length, dtype=np.int32) for lane in lanes])
+        try:
+            x = self.slice.forward(x, slots, positions)  # (R, D)
+        except BaseException:
+            for lane in lanes:
+                self._slots.forget(lane.slot)
+            raise
+        kind = produces(self.plan, self.index)
+        if kind is not Kind.ACTIVATION:
+            ends = np.cumsum(lengths)
+            x = x[np.concatenate([np.arange(end - lane.readout, end) for end, lane in zip(ends, lanes, strict=True)])]
+        if kind is Kind.TOKENS:
+            payload = np.array([i for ids in self.read_out(lanes, x) for i in ids], np.int32).reshape(-1, 1)
+        else:
+            payload = x.astype(self._wire)
+        return self._frame(kind, step, lanes, payload, compute_us + (time.perf_counter_ns() - began) // 1000)
+
+    def _frame(
+        self, kind: Kind, step: int, lanes: tuple[Lane, ...], payload: np.ndarray, compute_us: int, error: ErrorCode = ErrorCode.NONE
+    ) -> Frame:
+        return Frame(kind, self._digest, self._run_id, step, compute_us, lanes, payload, error)
