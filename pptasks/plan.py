@@ -8,11 +8,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from pptasks.errors import PlanError
+from pptasks.models import Model
+from pptasks.wire import DIGEST_BYTES, DTYPES, max_rows
 
-DIGEST_BYTES = 16
+DEFAULT_CONTEXT = 2048
 
 
 @dataclass(frozen=True, order=True)
@@ -80,6 +83,48 @@ class Plan:
             "readout": self.readout,
             "digest": self.digest.hex(),
         }
+
+
+def make_plan(
+    model: Model,
+    *,
+    stages: int,
+    split: str = "even",
+    wire: str = "bf16",
+    readout: str = "auto",
+    context: int | None = None,
+    slots: int = 4,
+    prefill_chunk: int = 128,
+) -> Plan:
+    """The plan of a run. Every machine makes it again from the model's own header and its settings; the digests must agree.
+
+    Raises PlanError.
+    """
+    config = model.config
+    if context is not None and context > config.context:
+        raise PlanError(f"context {context} is more than the {config.context} positions that {model.name} was trained for")
+    rows = min(prefill_chunk, max_rows(config.dim, DTYPES[wire], slots))
+    if rows < 1:
+        raise PlanError(f"not one hidden state of width {config.dim} with {slots} lanes fits a frame: use fewer slots")
+    where = readout if readout != "auto" else ("first" if config.tied else "last")
+    return Plan(
+        spans=partition(config.n_blocks, stages, split, *_parameter_costs(model, stages, where)),
+        n_blocks=config.n_blocks,
+        fingerprint=model.fingerprint,
+        wire=wire,
+        readout=where,
+        context=context or min(DEFAULT_CONTEXT, config.context),
+        slots=slots,
+        max_rows=rows,
+    )
+
+
+def _parameter_costs(model: Model, stages: int, readout: str) -> tuple[list[float], list[float]]:
+    """Parameters that a step reads: of each block, and of each stage's read-out."""
+    blocks = [float(sum(prod(t.shape) for t in model.block_tensors(i))) for i in range(model.config.n_blocks)]
+    extra = [0.0] * stages
+    extra[0 if readout == "first" else -1] = float(model.config.vocab_size * model.config.dim)
+    return blocks, extra
 
 
 def check_tiling(spans: Sequence[Span], n_blocks: int) -> None:

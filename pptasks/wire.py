@@ -24,7 +24,6 @@ import ml_dtypes
 import numpy as np
 
 from pptasks.errors import BadTag, MalformedFrame, VersionMismatch
-from pptasks.plan import DIGEST_BYTES
 
 MAGIC = b"PPTF"
 VERSION = 1
@@ -32,6 +31,7 @@ TAG_BYTES = 32
 MAX_LANES = 1024
 MAX_FRAME_BYTES = 16 << 20
 ID_BYTES = 16
+DIGEST_BYTES = 16
 
 _HEADER = struct.Struct("<4sBBBB16s16sQQIIII24x")
 _LANE = struct.Struct("<16sIIIIIdIdQ")

@@ -1,0 +1,53 @@
+"""make_app(settings): the one Celery configuration of a run, for workers, clients, `inspect` and Flower alike.
+
+docs/decisions.md has the measurements behind the settings that are not Celery's defaults.
+"""
+
+from typing import Any
+
+from celery import Celery
+from kombu import Queue
+
+from pptasks.config import Settings
+from pptasks.keys import Keys, stage_queue
+from pptasks.tasks import GENERATE
+
+RESULT_KEEP_S = 24 * 3600
+
+
+def make_app(settings: Settings) -> Celery:
+    """A Celery app that speaks to the run `settings.run` on `settings.broker`. Opens no connection."""
+    keys = Keys(settings.run)
+    app = Celery("pptasks", include=["pptasks.tasks"], set_as_current=False)
+    app.conf.update(
+        broker_url=settings.broker,
+        broker_transport="pptasks.transport:Transport",
+        broker_transport_options=_redis_options(keys) | {"ack_emulation": False, "priority_steps": [0]},
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        result_backend=settings.broker,
+        result_backend_transport_options={"global_keyprefix": keys.prefix},
+        result_expires=RESULT_KEEP_S,
+        redis_socket_timeout=5.0,
+        redis_backend_health_check_interval=3,
+        task_serializer="json",
+        accept_content=["json"],
+        task_queues=[Queue(stage_queue(i)) for i in range(settings.num_stages)],
+        task_default_queue=stage_queue(0),
+        task_routes={GENERATE: {"queue": stage_queue(0)}},
+        task_ignore_result=False,
+        task_track_started=True,
+        worker_prefetch_multiplier=16,
+        worker_send_task_events=True,
+        worker_enable_soft_shutdown_on_idle=False,
+        worker_hijack_root_logger=True,
+        worker_disable_rate_limits=True,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+    )
+    app.settings = settings  # type: ignore[attr-defined]
+    return app
+
+
+def _redis_options(keys: Keys) -> dict[str, Any]:
+    """A half-open TCP connection is noticed only with both a socket timeout and a health check."""
+    return {"global_keyprefix": keys.prefix, "socket_timeout": 5.0, "health_check_interval": 3}

@@ -1,0 +1,12 @@
+"""A redis-py client for what is not a Celery message: members, leases, token streams."""
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+SOCKET_TIMEOUT_S = 5.0
+
+
+def connect(url: str) -> redis.Redis:
+    """A client that notices a dead link within seconds and never repeats a command by itself. Opens no connection yet."""
+    return redis.Redis.from_url(url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=3, retry=Retry(NoBackoff(), 0))

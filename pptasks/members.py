@@ -1,0 +1,238 @@
+"""Who is there: each stage's worker says hello, keeps a lock, and is found by name; whoever started the run holds its lease.
+
+Everything is a key with a TTL that its owner renews, so that a process that dies is gone by itself. A stage is served by one worker:
+two consumers on one queue would swap frames.
+"""
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import psutil
+import redis
+from redis.exceptions import LockError
+from redis.lock import Lock
+
+from pptasks.connect import connect
+from pptasks.errors import BrokerError, NotReady, PlanError, PPError, StageFailed, StageTaken
+from pptasks.keys import Keys, names_of, stage_queue
+from pptasks.plan import Plan, Span, check_tiling
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+TTL_S = 6.0  # of a member, its names and its lock
+LEASE_TTL_S = 5.0  # with BEAT_S and GONE_S, a worker leaves within 10 s of its run's end
+GONE_S = 8.0  # without a lease or a broker for that long: the run is gone
+_MAX_RECORD = 64 << 10
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a stage's worker says of itself. `phase`, `done` and `total` are its progress: download, load, compile."""
+
+    stage: int
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
+    node: str = ""  # Celery node name
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    state: str = "starting"  # starting, ready, failed
+    phase: str = "start"
+    done: int = 0
+    total: int = 0
+    device: str = ""
+    span: tuple[int, int] | None = None
+    n_blocks: int = 0
+    digest: str = ""  # hex, of its plan
+    weights_bytes: int = 0
+    rss_bytes: int = 0
+    error: str = ""
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> "Member":
+        """Raises ValueError for what is no member record."""
+        if len(raw) > _MAX_RECORD:
+            raise ValueError("a member record that is too large")
+        record = json.loads(raw)
+        if record.get("span") is not None:
+            record["span"] = tuple(record["span"])
+        return cls(**{k: v for k, v in record.items() if k in cls.__dataclass_fields__})
+
+
+class Membership:
+    """The worker's side: a thread that renews what the worker holds, and calls `on_gone(reason)` once when it must leave.
+
+    Heartbeats have their own thread and connection, so they go on while a step computes or a model loads.
+    """
+
+    def __init__(
+        self, url: str, keys: Keys, stage: int, n_stages: int, *, node: str, watch_lease: bool, on_gone: Callable[[str], None]
+    ):
+        self._client, self._keys, self._n_stages = connect(url), keys, n_stages
+        self._member = Member(stage=stage, node=node)
+        self._lock = Lock(
+            self._client, keys.lock(stage), timeout=TTL_S, blocking=False, thread_local=False
+        )
+        self._watch_lease, self._on_gone = watch_lease, on_gone
+        self._changed, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="members", daemon=True)
+
+    def join(self) -> None:
+        """Take the stage's lock and say hello. Waits one TTL for a predecessor that died. Raises StageTaken or BrokerError."""
+        stage = self._member.stage
+        try:
+            if not self._lock.acquire(blocking=True, blocking_timeout=TTL_S + BEAT_S):
+                other = read_member(self._client, self._keys, stage)
+                who = f"{other.node} (pid {other.pid} on {other.host})" if other else "another worker"
+                raise StageTaken(f"stage {stage} of run {self._keys.run} is served by {who}: stop it first, or start another stage")
+            self._publish()
+        except redis.RedisError as e:
+            raise BrokerError(f"stage {stage} cannot say hello: {explain(e)}") from None
+        self._thread.start()
+
+    def update(self, **changes: Any) -> None:
+        """Change what the worker says of itself; sent soon, at most ten times a second."""
+        self._member = replace(self._member, **changes)
+        self._changed.set()
+
+    @property
+    def member(self) -> Member:
+        return self._member
+
+    def leave(self) -> None:
+        """Say a last word (a failure stays readable for a TTL), give the lock back."""
+        self._stop.set()
+        self._changed.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2)
+        try:
+            self._publish()
+            if self._member.state != "failed":
+                self._client.delete(self._keys.member(self._member.stage), *self._names())
+            self._lock.release()
+        except (redis.RedisError, LockError) as e:
+            log.info("could not say goodbye: %s", explain(e))
+        self._client.close()
+
+    def _beat(self) -> None:
+        heard = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                self._lock.extend(TTL_S, replace_ttl=True)
+                self._publish()
+                if not self._watch_lease or self._client.exists(self._keys.lease):
+                    heard = time.monotonic()
+            except LockError:
+                return self._on_gone("another worker took the stage's lock")
+            except redis.RedisError as e:
+                log.warning("no heartbeat: %s", explain(e))
+                if not self._watch_lease:
+                    heard = time.monotonic()
+            if time.monotonic() - heard > GONE_S - LEASE_TTL_S:
+                return self._on_gone("the run is gone: its lease ran out or its broker cannot be reached")
+            self._changed.wait(BEAT_S)
+            self._changed.clear()
+            self._stop.wait(0.1)
+
+    def _publish(self) -> None:
+        self._member = member = replace(self._member, rss_bytes=psutil.Process().memory_info().rss)
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.set(self._keys.member(member.stage), json.dumps(asdict(member)), px=int(TTL_S * 1000))
+            if member.state == "ready":
+                where = {"queue": stage_queue(member.stage), "node": member.node, "stage": member.stage, "incarnation": member.incarnation}
+                for key in self._names():
+                    pipe.set(key, json.dumps(where), px=int(TTL_S * 1000))
+            pipe.execute()
+
+    def _names(self) -> list[str]:
+        return [self._keys.name(name) for name in names_of(self._member.stage, self._n_stages)]
+
+
+class Lease:
+    """The orchestrator's side: holds the run's lease while it lives. A context manager."""
+
+    def __init__(self, url: str, keys: Keys):
+        self._client, self._keys = connect(url), keys
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> "Lease":
+        try:
+            self._set()
+        except redis.RedisError as e:
+            raise BrokerError(f"the run's lease cannot be written: {explain(e)}") from None
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2 * BEAT_S)
+        try:
+            self._client.delete(self._keys.lease)
+        except redis.RedisError as e:
+            log.info("the run's lease was not deleted, it ends by itself: %s", explain(e))
+        self._client.close()
+
+    def _set(self) -> None:
+        self._client.set(self._keys.lease, f"{socket.gethostname()}:{os.getpid()}", px=int(LEASE_TTL_S * 1000))
+
+    def _renew(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            try:
+                self._set()
+            except redis.RedisError as e:
+                log.warning("the run's lease was not renewed: %s", explain(e))
+
+
+def read_member(client: redis.Redis, keys: Keys, stage: int) -> Member | None:
+    raw = client.get(keys.member(stage))
+    try:
+        return Member.from_json(raw) if raw else None
+    except (ValueError, TypeError):
+        return None
+
+
+def read_members(client: redis.Redis, keys: Keys, n_stages: int) -> dict[int, Member]:
+    """All stages that say hello now."""
+    return {i: m for i in range(n_stages) if (m := read_member(client, keys, i)) is not None}
+
+
+def resolve(client: redis.Redis, keys: Keys, name: str) -> Mapping[str, Any]:
+    """Where a name such as pp-entry is served: queue, node, stage, incarnation. Raises NotReady if nobody answers to it."""
+    raw = client.get(keys.name(name))
+    if raw is None:
+        raise NotReady(f"nobody answers to {name} in run {keys.run}: is its worker up and ready?")
+    return json.loads(raw)
+
+
+def check_ready(members: Mapping[int, Member], plan: Plan) -> bool:
+    """True when every stage is ready and all of them hold `plan`, False while some are not there yet. Pure.
+
+    Raises StageFailed for a stage that failed, PlanError for one whose plan differs or whose span does not fit the others'.
+    """
+    for stage, member in sorted(members.items()):
+        if member.state == "failed":
+            raise StageFailed(f"stage {stage} ({member.node}) failed: {member.error}")
+        if member.digest and member.digest != plan.digest.hex():
+            raise PlanError(
+                f"stage {stage} ({member.node}) has plan {member.digest[:8]}, but this run's is {plan.digest.hex()[:8]}: "
+                "start every stage with the same model, stages, split, wire, readout, context and slots"
+            )
+    ready = [members[i] for i in range(plan.n_stages) if i in members and members[i].state == "ready"]
+    if len(ready) < plan.n_stages:
+        return False
+    check_tiling([Span(*m.span) for m in ready if m.span is not None], plan.n_blocks)
+    return True
+
+
+def explain(error: Exception) -> str:
+    """A Redis error in words that hold no password."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {text}" if not isinstance(error, PPError) else text

@@ -1,0 +1,112 @@
+"""A request as it travels in the Celery message of `pptasks.generate`: what is asked for, checked once at each door."""
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pptasks.errors import RequestError
+from pptasks.wire import Sampling
+
+MAX_PROMPT_CHARS = 4 << 20
+MAX_MESSAGES = 4096
+MAX_TOKENS = 1 << 20
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Exactly one of `prompt` (text), `messages` (a chat) and `tokens` (ids).
+
+    A prompt is put into the model's chat template as a user's message unless `raw`. Raises RequestError, naming the parameter.
+    """
+
+    prompt: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    raw: bool = False
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None  # None: a fresh one is drawn where the request enters, and the result tells it
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(f"give exactly one of prompt, messages and tokens, not {' and '.join(given) or 'none'}")
+        {"prompt": self._check_prompt, "messages": self._check_messages, "tokens": self._check_tokens}[given[0]]()
+        _whole("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _whole("top_k", self.top_k, 0, 1 << 30)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, (1 << 64) - 1)
+        _real("temperature", self.temperature, 0, 100)
+        _real("top_p", self.top_p, 1e-6, 1)
+        if not isinstance(self.raw, bool):
+            raise RequestError(f"raw is {self.raw!r}: give true or false")
+
+    @property
+    def sampling(self) -> Sampling:
+        seed = secrets.randbits(63) if self.seed is None and self.temperature else self.seed or 0
+        return Sampling(float(self.temperature), self.top_k, float(self.top_p), seed)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of the task; only what differs from the defaults."""
+        default = {k: f.default for k, f in type(self).__dataclass_fields__.items()}
+        return {k: v for k, v in asdict(self).items() if v != default[k]}
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> "Request":
+        """The request in a task's keyword arguments, which anybody may have sent. Raises RequestError."""
+        unknown = sorted(set(kwargs) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise RequestError(f"unknown parameter {unknown[0]!r}; pptasks.generate takes {', '.join(cls.__dataclass_fields__)}")
+        listed = {k: tuple(v) if k in ("messages", "tokens") and isinstance(v, list) else v for k, v in kwargs.items()}
+        return cls(**listed)
+
+    def _check_prompt(self) -> None:
+        if not isinstance(self.prompt, str) or not self.prompt:
+            raise RequestError("the prompt is empty: give some text")
+        _text("prompt", self.prompt)
+
+    def _check_messages(self) -> None:
+        if not isinstance(self.messages, tuple) or not self.messages:
+            raise RequestError('messages is empty: give a list such as [{"role": "user", "content": "Say hello"}]')
+        if len(self.messages) > MAX_MESSAGES:
+            raise RequestError(f"{len(self.messages)} messages; at most {MAX_MESSAGES}")
+        for i, message in enumerate(self.messages):
+            if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+                raise RequestError(f"message {i} is not an object with just role and content")
+            if message["role"] not in ROLES:
+                raise RequestError(f"message {i} has role {str(message['role'])[:40]!r}; give one of {', '.join(ROLES)}")
+            _text(f"message {i}", message["content"])
+
+    def _check_tokens(self) -> None:
+        if not isinstance(self.tokens, tuple) or not self.tokens:
+            raise RequestError("tokens is empty: give at least one token id")
+        if len(self.tokens) > MAX_TOKENS:
+            raise RequestError(f"{len(self.tokens)} token ids; at most {MAX_TOKENS}")
+        for i, token in enumerate(self.tokens):
+            _whole(f"token {i}", token, 0, (1 << 31) - 1)
+
+
+def _text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise RequestError(f"{name} is not text")
+    if len(value) > MAX_PROMPT_CHARS:
+        raise RequestError(f"{name} has {len(value)} characters; at most {MAX_PROMPT_CHARS}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} holds a lone surrogate: it is not valid Unicode text") from None
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} is {str(value)[:40]}: give a whole number from {low} to {high}")
+
+
+def _real(name: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+        raise RequestError(f"{name} is {str(value)[:40]}: give a number from {low} to {high}")

@@ -1,0 +1,61 @@
+"""The tokens of a request as they come: a Redis stream that the head writes and the client reads.
+
+One entry a write, with one field `e`: JSON `{"ids": [...], "text": "..."}`, and at the end `{"end": "ok" | "failed" | "cancelled"}`,
+after which the task's result holds the rest. The stream lives for `KEEP_S` seconds after the last write.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import redis
+
+from pptasks.keys import Keys
+
+KEEP_S = 3600
+_POLL_MS = 1000  # under redis-py's socket timeout, so that a broken link is seen
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that came, and their text: "" while a character is incomplete. `end` is set on the last piece of a stream."""
+
+    ids: tuple[int, ...] = ()
+    text: str = ""
+    end: str | None = None
+
+
+def write(client: redis.Redis, keys: Keys, request_id: str, piece: Piece) -> None:
+    entry = {"end": piece.end} if piece.end else {"ids": piece.ids, "text": piece.text}
+    with client.pipeline(transaction=False) as pipe:
+        pipe.xadd(keys.stream(request_id), {"e": json.dumps(entry)})
+        pipe.expire(keys.stream(request_id), KEEP_S)
+        pipe.execute()
+
+
+def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | None]:
+    """Pieces as they come, from the first; None once a second while there is nothing new, so that the caller can look around."""
+    last = "0"
+    key = keys.stream(request_id)
+    while True:
+        try:
+            found = client.xread({key: last}, block=_POLL_MS)
+        except (redis.ConnectionError, redis.TimeoutError):
+            time.sleep(_POLL_MS / 1000)
+            found = None
+        if not found:
+            yield None
+            continue
+        for last, fields in _entries(found):
+            entry = json.loads(fields[b"e"])
+            yield Piece(tuple(entry.get("ids", ())), entry.get("text", ""), entry.get("end"))
+            if "end" in entry:
+                return
+
+
+def _entries(found: object) -> list[tuple[str, dict[bytes, bytes]]]:
+    """The entries of an XREAD reply of one stream, whatever protocol the client speaks (a list in RESP2, a dict in RESP3)."""
+    if isinstance(found, dict):
+        return [entry for batches in found.values() for batch in batches for entry in batch]
+    return [entry for _, entries in found for entry in entries]  # type: ignore[attr-defined]

@@ -1,0 +1,188 @@
+"""kombu's Redis transport, with one more kind of message: the hop, a bare frame on the queue.
+
+Set it with `broker_transport = "pptasks.transport:Transport"`. A list item on Redis is either
+
+- a frame, which begins with `wire.MAGIC`: no envelope, no base64, the bytes that `wire.encode` made. It reaches Celery as a message
+  for the task `HOP_TASK` with the frame as its raw body; or
+- kombu's own JSON envelope, which begins with `{`: tasks, replies, broadcasts and events pass exactly as in the stock transport.
+
+Anything else, and anything whose handling raises something other than a broken connection, is counted in `dropped`, logged at most
+every few seconds, and forgotten: what a stranger writes to a queue never stops a worker. Message contents are not logged.
+
+Delivery is at most once (no acknowledgement emulation): the head repeats a lap that is lost. Sending frames with the least delay is
+`sender.HopSender`; both name queues through `Channel.hop_key`, so the key prefix has one home.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from queue import Empty
+from typing import Any
+
+import redis
+from kombu.log import get_logger
+from kombu.transport import redis as stock
+from kombu.transport import virtual
+from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import loads
+
+from pptasks.errors import MalformedFrame
+from pptasks.wire import MAGIC, MAX_FRAME_BYTES
+
+HOP_CONTENT_TYPE = "application/x-pptasks-frame"
+HOP_TASK = "pptasks.hop"
+MAX_ENVELOPE_BYTES = 16 << 20
+
+# Both timeouts together find a half-open TCP connection in seconds; one alone takes a minute or for ever. BRPOP asks in slices of 1 s.
+OPTIONS = {"socket_timeout": 5.0, "socket_connect_timeout": 5.0, "socket_keepalive": True, "health_check_interval": 3}
+
+# kombu counts KeyError as a lost connection too; here it is a message that lacks something.
+CONNECTION_ERRORS: tuple[type[Exception], ...] = tuple(e for e in stock.Transport.connection_errors if e is not KeyError)
+
+logger = get_logger(__name__)
+
+
+class Dropped:
+    """How many messages this process has dropped; logs one line per `interval_s` at most."""
+
+    def __init__(self, interval_s: float = 10.0):
+        self.count = 0
+        self._interval_s, self._quiet_until = interval_s, 0.0
+
+    def add(self, queue: str, reason: str, error: Exception | None = None) -> None:
+        self.count += 1
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + self._interval_s
+            logger.warning("dropped a message on %s: %s (%d so far)", queue, reason, self.count, exc_info=error)
+
+
+dropped = Dropped()
+
+
+class Channel(stock.Channel):
+    ack_emulation = False
+    priority_steps = [0]
+    _kept: redis.Redis | None = None
+
+    @contextmanager
+    def conn_or_acquire(self, client: redis.Redis | None = None) -> Iterator[redis.Redis]:
+        """One client for the life of the connection pool; the stock channel makes one for each command."""
+        if client is None:
+            if self._kept is None or self._kept.connection_pool is not self._pool:
+                self._kept = self._create_client()
+            client = self._kept
+        yield client
+
+    def hop_key(self, queue: str) -> bytes:
+        """The Redis key of a stage's queue: what `_put` and BRPOP use too."""
+        return f"{self.global_keyprefix}{queue}".encode()
+
+    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
+        if message["content-type"] != HOP_CONTENT_TYPE:
+            super()._put(queue, message, **kwargs)
+            return
+        frame = check_frame(self.decode_body(message["body"], message["properties"].get("body_encoding")))
+        with self.conn_or_acquire() as client:
+            client.lpush(queue, frame)
+
+    def _brpop_read(self, **options: Any) -> bool:
+        """Read the reply of a BRPOP and deliver what it holds. Raises Empty when it holds nothing."""
+        try:
+            try:
+                reply = self.client.parse_response(self.client.connection, "BRPOP", **options)
+            except self.connection_errors:
+                self.client.connection.disconnect()  # the next poll connects again
+                raise
+        finally:
+            self._in_poll = None
+            self._flush_brpop_reauth()
+        if not reply:
+            raise Empty()
+        queue, item = bytes_to_str(reply[0]), reply[1]
+        self._queue_cycle.rotate(queue)
+        try:
+            message = self._incoming(queue, item)
+        except MalformedFrame as error:
+            dropped.add(queue, str(error))
+        else:
+            self.connection._deliver(message, queue)
+        return True
+
+    def _incoming(self, queue: str, item: bytes) -> dict[str, Any]:
+        """The kombu message in a list item. Raises MalformedFrame."""
+        if not item.startswith(MAGIC):
+            return parse_envelope(item)
+        return {
+            "body": check_frame(item),
+            "content-type": HOP_CONTENT_TYPE,
+            "content-encoding": "binary",
+            "headers": {"task": HOP_TASK, "id": HOP_TASK, "lang": "py"},
+            "properties": {
+                "delivery_tag": self._next_delivery_tag(),
+                "delivery_info": {"exchange": "", "routing_key": queue},
+            },
+        }
+
+    def basic_consume(self, queue: str, no_ack: bool, callback: Callable[..., Any], consumer_tag: str, **kwargs: Any) -> None:
+        super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
+        callbacks = self.connection._callbacks
+        callbacks[queue] = partial(self._deliver_guarded, queue, callbacks[queue])
+
+    def _deliver_guarded(self, queue: str, deliver: Callable[[Any], Any], raw: Any) -> None:
+        """Hand a message to its consumer; one that the consumer cannot take is dropped, and gives its prefetch slot back."""
+        try:
+            deliver(raw)
+        except CONNECTION_ERRORS:
+            raise
+        except Exception as error:
+            dropped.add(queue, f"the consumer raised {type(error).__name__}", error)
+            self._forget(raw)
+
+    def _forget(self, raw: Any) -> None:
+        try:
+            tag = raw["properties"]["delivery_tag"]
+            self.qos.get(tag)
+        except (KeyError, TypeError):
+            return  # it never got as far as to hold a prefetch slot
+        self.basic_ack(tag)
+
+
+class Transport(stock.Transport):
+    Channel = Channel
+
+    def __init__(self, client: Any, **kwargs: Any):
+        for name, value in OPTIONS.items():
+            client.transport_options.setdefault(name, value)
+        super().__init__(client, **kwargs)
+
+
+def check_frame(frame: bytes) -> bytes:
+    """The same bytes. Raises MalformedFrame for what a receiver would drop unread; the rest is for `wire.decode` to judge."""
+    if not frame.startswith(MAGIC):
+        raise MalformedFrame(f"{len(frame)} bytes that do not begin as a frame")
+    if len(frame) > MAX_FRAME_BYTES:
+        raise MalformedFrame(f"a frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return frame
+
+
+def parse_envelope(item: bytes) -> dict[str, Any]:
+    """kombu's JSON envelope. Raises MalformedFrame for anything that cannot be one.
+
+    A compressed body is refused: it could unpack to any size.
+    """
+    if len(item) > MAX_ENVELOPE_BYTES:
+        raise MalformedFrame(f"a message of {len(item)} bytes is over the limit of {MAX_ENVELOPE_BYTES}")
+    if not item.startswith(b"{"):
+        raise MalformedFrame(f"{len(item)} bytes that are neither a frame nor an envelope")
+    try:
+        envelope = loads(bytes_to_str(item))
+        headers, properties = envelope.get("headers") or {}, envelope["properties"]
+        compressed = "compression" in headers
+        tagged = isinstance(properties["delivery_tag"], str)
+    except Exception as error:  # kombu's decoder calls constructors on what it finds, so anything can come out of it
+        raise MalformedFrame(f"{len(item)} bytes that begin as an envelope and are none ({type(error).__name__})") from None
+    if compressed or not tagged:
+        raise MalformedFrame("an envelope with a compressed body" if compressed else "an envelope without a delivery tag")
+    return envelope
