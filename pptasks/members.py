@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 TTL_S = 6.0  # of a member, its names and its lock
-LEASE_TTL_S = 5.0  # with BEAT_S and GONE_S, a worker leaves within 10 s of its run's end
-GONE_S = 8.0  # without a lease or a broker for that long: the run is gone
+LEASE_TTL_S = 5.0
+LEASE_GRACE_S = 2.5  # without a lease for that long, on a broker that answers: the run is gone, 10 s after its owner at most
+BROKER_GRACE_S = 7.0  # without a broker for that long: the run is gone; a broker that restarts needs less
 _MAX_RECORD = 64 << 10
 
 
@@ -122,24 +123,33 @@ class Membership:
         self._client.close()
 
     def _beat(self) -> None:
-        heard = time.monotonic()
+        broker_seen = lease_seen = time.monotonic()
         while not self._stop.is_set():
+            now = time.monotonic()
             try:
-                self._lock.extend(TTL_S, replace_ttl=True)
+                if not self._hold_lock():
+                    return self._on_gone("another worker took the stage's lock")
                 self._publish()
+                broker_seen = now
                 if not self._watch_lease or self._client.exists(self._keys.lease):
-                    heard = time.monotonic()
-            except LockError:
-                return self._on_gone("another worker took the stage's lock")
+                    lease_seen = now
             except redis.RedisError as e:
                 log.warning("no heartbeat: %s", explain(e))
-                if not self._watch_lease:
-                    heard = time.monotonic()
-            if time.monotonic() - heard > GONE_S - LEASE_TTL_S:
-                return self._on_gone("the run is gone: its lease ran out or its broker cannot be reached")
+                lease_seen = now  # nobody knows
+            if self._watch_lease and now - broker_seen > BROKER_GRACE_S:
+                return self._on_gone("the run is gone: its broker cannot be reached")
+            if now - lease_seen > LEASE_GRACE_S:
+                return self._on_gone("the run is gone: nobody renews its lease")
             self._changed.wait(BEAT_S)
             self._changed.clear()
             self._stop.wait(0.1)
+
+    def _hold_lock(self) -> bool:
+        """Renew the lock; take it again if the broker forgot it. False if it is another's."""
+        try:
+            return self._lock.extend(TTL_S, replace_ttl=True)
+        except LockError:
+            return self._lock.acquire(blocking=False)
 
     def _publish(self) -> None:
         self._member = member = replace(self._member, rss_bytes=psutil.Process().memory_info().rss)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+from pptasks.config import Settings
 from pptasks.errors import PlanError
 from pptasks.models import Model
 from pptasks.wire import DIGEST_BYTES, DTYPES, max_rows
@@ -85,36 +86,27 @@ class Plan:
         }
 
 
-def make_plan(
-    model: Model,
-    *,
-    stages: int,
-    split: str = "even",
-    wire: str = "bf16",
-    readout: str = "auto",
-    context: int | None = None,
-    slots: int = 4,
-    prefill_chunk: int = 128,
-) -> Plan:
+def make_plan(model: Model, settings: Settings) -> Plan:
     """The plan of a run. Every machine makes it again from the model's own header and its settings; the digests must agree.
 
     Raises PlanError.
     """
     config = model.config
-    if context is not None and context > config.context:
-        raise PlanError(f"context {context} is more than the {config.context} positions that {model.name} was trained for")
-    rows = min(prefill_chunk, max_rows(config.dim, DTYPES[wire], slots))
+    if settings.context is not None and settings.context > config.context:
+        raise PlanError(f"context {settings.context} is more than the {config.context} positions that {model.name} was trained for")
+    rows = min(settings.prefill_chunk, max_rows(config.dim, DTYPES[settings.wire], settings.slots))
     if rows < 1:
-        raise PlanError(f"not one hidden state of width {config.dim} with {slots} lanes fits a frame: use fewer slots")
-    where = readout if readout != "auto" else ("first" if config.tied else "last")
+        raise PlanError(f"not one hidden state of width {config.dim} with {settings.slots} lanes fits a frame: use fewer slots")
+    stages, tied = settings.num_stages, "first" if config.tied else "last"
+    readout = settings.readout if settings.readout != "auto" else tied
     return Plan(
-        spans=partition(config.n_blocks, stages, split, *_parameter_costs(model, stages, where)),
+        spans=partition(config.n_blocks, stages, settings.split, *_parameter_costs(model, stages, readout)),
         n_blocks=config.n_blocks,
         fingerprint=model.fingerprint,
-        wire=wire,
-        readout=where,
-        context=context or min(DEFAULT_CONTEXT, config.context),
-        slots=slots,
+        wire=settings.wire,
+        readout=readout,
+        context=settings.context or min(DEFAULT_CONTEXT, config.context),
+        slots=settings.slots,
         max_rows=rows,
     )
 

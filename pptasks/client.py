@@ -1,0 +1,77 @@
+"""What a caller does with a pipeline: submit a request, read its tokens as they come, cancel it."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+from celery.result import AsyncResult
+from kombu.exceptions import OperationalError
+
+from pptasks import stream
+from pptasks.connect import connect
+from pptasks.errors import BrokerError, PPError, RequestFailed
+from pptasks.keys import Keys
+from pptasks.members import explain
+from pptasks.request import Request
+from pptasks.stream import Piece
+from pptasks.tasks import GENERATE
+
+RESULT_WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client of the run that `app` belongs to."""
+
+    app: Celery
+
+    @property
+    def _redis(self) -> redis.Redis:
+        return connect(self.app.conf.broker_url)
+
+    @property
+    def _keys(self) -> Keys:
+        return Keys(self.app.settings.run)  # type: ignore[attr-defined]
+
+    def submit(self, request: Request) -> str:
+        """Send the task `pptasks.generate`; its id. Raises BrokerError."""
+        try:
+            return self.app.send_task(GENERATE, kwargs=request.to_kwargs(), retry=False).id
+        except (OperationalError, redis.RedisError) as e:
+            raise BrokerError(f"the request cannot be sent: {explain(e)}") from None
+
+    def stream(self, request_id: str) -> Iterator[Piece | None]:
+        """Tokens as they come; None once a second while there are none. Ends when the request does."""
+        client = self._redis
+        try:
+            yield from stream.read(client, self._keys, request_id)
+        finally:
+            client.close()
+
+    def result(self, request_id: str, timeout_s: float = RESULT_WAIT_S) -> dict[str, Any]:
+        """What the head stored when the request ended.
+
+        Raises what the head raised (RequestError, RequestFailed), or RequestFailed when it was cancelled or nothing comes in time.
+        """
+        result = AsyncResult(request_id, app=self.app)
+        deadline = time.monotonic() + timeout_s
+        while not result.ready():
+            if time.monotonic() > deadline:
+                raise RequestFailed(f"request {request_id} has no result after {timeout_s:.0f} s")
+            time.sleep(0.02)
+        try:
+            return result.get(disable_sync_subtasks=False)
+        except PPError:
+            raise
+        except TaskRevokedError:
+            raise RequestFailed(f"request {request_id} was cancelled") from None
+        except Exception as e:
+            raise RequestFailed(f"request {request_id} failed: {type(e).__name__}: {e}") from None
+
+    def cancel(self, request_id: str) -> None:
+        """Ask the head to stop a request; it ends within a lap. The same as Celery's `revoke`."""
+        self.app.control.revoke(request_id)

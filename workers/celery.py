@@ -1,0 +1,89 @@
+"""`celery -A workers worker -Q stage0 --pool solo`: a stage, told by its environment which one (see pptasks/config.py).
+
+A bootstep starts what serves the stage before Celery's consumer takes the first message, and ends it after the last.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+from celery import bootsteps
+from celery.worker import state
+
+from pptasks.app import make_app
+from pptasks.config import Settings
+from pptasks.errors import ConfigError, PPError
+from pptasks.keys import Keys
+from pptasks.members import Membership
+from pptasks.sender import HopSender
+from workers.engine import Engine
+from workers.reporter import Reporter
+
+log = logging.getLogger(__name__)
+LEAVE_S = 2.0  # for a warm shutdown; a consumer that waits for a dead broker does not take part in one
+FAILED = 1
+
+settings = Settings.from_env()
+app = make_app(settings)
+
+
+class StageStep(bootsteps.StartStopStep):
+    """Lock and hello, then the engine's thread; the other way round at the end."""
+
+    requires = {"celery.worker.components:Pool"}  # noqa: RUF012
+
+    def __init__(self, worker: Any, **kwargs: Any):
+        super().__init__(worker, **kwargs)
+        worker.engine = None
+
+    def start(self, worker: Any) -> None:
+        try:
+            self._start(worker)
+        except PPError as e:
+            print(f"pptasks: error: {e}", file=sys.stderr, flush=True)
+            raise SystemExit(FAILED) from None
+
+    def _start(self, worker: Any) -> None:
+        if settings.stage is None:
+            raise ConfigError("STAGE is not set: give the index of the stage that this worker serves")
+        keys = Keys(settings.run)
+        self._reporter = Reporter(app, keys, settings.broker)
+        self._membership = Membership(
+            settings.broker, keys, settings.stage, settings.num_stages,
+            node=worker.hostname, watch_lease=settings.lease, on_gone=partial(leave, worker),
+        )  # fmt: skip
+        self._membership.join()
+        worker.engine = Engine(settings, self._membership, partial(HopSender, app), self._reporter, partial(self._failed, worker))
+        worker.engine.start()
+
+    def stop(self, worker: Any) -> None:
+        if worker.engine is not None:
+            worker.engine.stop()
+            self._reporter.close()
+            self._membership.leave()
+
+    terminate = stop
+
+    def _failed(self, worker: Any, error: BaseException) -> None:
+        """The engine died: tell the others why, then end the process."""
+        self._membership.update(state="failed", error=str(error) if isinstance(error, PPError) else f"{type(error).__name__}: {error}")
+        print(f"pptasks: error: stage {settings.stage}: {error}", file=sys.stderr, flush=True)
+        leave(worker, "the engine failed")
+
+
+def leave(worker: Any, reason: str) -> None:
+    """End this process, from any thread: a warm shutdown, and a hard one if that takes too long."""
+    log.error("stage %s leaves: %s", settings.stage, reason)
+    worker.exitcode = FAILED
+    state.should_stop = FAILED
+    os.kill(os.getpid(), signal.SIGTERM)
+    watchdog = threading.Timer(LEAVE_S, os._exit, (FAILED,))
+    watchdog.daemon = True
+    watchdog.start()
+
+
+app.steps["worker"].add(StageStep)

@@ -1,0 +1,190 @@
+"""The worker's one compute thread. Its loop is a sentence: drain the inbox, schedule, step, send.
+
+Only this thread touches tinygrad, the KV cache and the scheduler's state. Celery's loop stays free: it answers pings while a step
+computes, and puts what arrives into the inbox.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from pptasks.config import Settings
+from pptasks.errors import BrokerError, ConfigError, PPError, RequestError, RequestFailed, WireError
+from pptasks.keys import Keys, stage_queue
+from pptasks.members import Membership
+from pptasks.models import open_model
+from pptasks.plan import Plan, make_plan
+from pptasks.routing import HEAD, route
+from pptasks.sender import HopSender
+from pptasks.tasks import Hop, Submit
+from pptasks.wire import ErrorCode, Frame, Kind, encode, short_id
+from workers.head import Head
+from workers.reporter import Reporter
+from workers.stage import Stage
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25  # how soon a revoke or a late lap is noticed
+
+
+class Stop:
+    """Put into the inbox: leave the loop."""
+
+
+Item = Hop | Submit | Stop
+
+
+class Engine:
+    """Loads its stage, then serves it. `inbox` and `refused` are the side that other threads use."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        membership: Membership,
+        connect: Callable[[], HopSender],
+        reporter: Reporter,
+        on_failure: Callable[[BaseException], None],
+    ):
+        if settings.stage is None:
+            raise ConfigError("STAGE is not set: a worker needs the index of its stage")
+        self.inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self.secret = settings.secret_bytes
+        self.n_refused = 0
+        self._settings, self._index, self._membership = settings, settings.stage, membership
+        self._connect, self._reporter, self._on_failure = connect, reporter, on_failure
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the step under way, then end."""
+        self.inbox.put(Stop())
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def refused(self, error: PPError) -> None:
+        """Count a message that is not served. Logged at 1, 2, 4, 8, ... so that a flood does not fill the log."""
+        self.n_refused += 1
+        if self.n_refused & (self.n_refused - 1) == 0:
+            log.warning("refused a message (%d so far): %s", self.n_refused, error)
+
+    def _run(self) -> None:
+        try:
+            stage, head = self._load()
+            self._sender = self._connect()
+            self._membership.update(state="ready", phase="ready")
+            self._serve(stage, head)
+        except BaseException as e:
+            log.exception("stage %d failed", self._index)
+            self._on_failure(e)
+
+    def _load(self) -> tuple[Stage, Head | None]:
+        settings, index = self._settings, self._index
+        model = open_model(settings.model, settings.cache, self._progress)
+        plan = make_plan(model, settings)
+        span = plan.spans[index]
+        self._membership.update(digest=plan.digest.hex(), span=(span.lo, span.hi), n_blocks=plan.n_blocks)
+        from workers.model import Slice  # imports tinygrad, which takes a second: say hello first
+
+        slice_ = Slice(
+            model, span, embedding=index == HEAD, readout=index == plan.readout_stage, n_slots=plan.slots, context=plan.context,
+            max_rows=plan.max_rows, kernels=settings.kernels, on_progress=self._progress,
+        )  # fmt: skip
+        self._membership.update(device=slice_.device, weights_bytes=slice_.weights_bytes)
+        slice_.warm()
+        stage = Stage(plan, index, short_id(settings.run), slice_)
+        return stage, self._make_head(stage, model) if index == HEAD else None
+
+    def _make_head(self, stage: Stage, model: object) -> Head:
+        from pptasks.text import open_text  # only the head opens the tokenizer
+
+        return Head(stage, open_text(model), self._reporter, self._settings.lap_deadline_s, model.config.vocab_size)
+
+    def _progress(self, phase: str, done: int, total: int) -> None:
+        self._membership.update(phase=phase, done=done, total=total)
+
+    def _serve(self, stage: Stage, head: Head | None) -> None:
+        for items in self._drain(head):
+            for item in items:
+                if isinstance(item, Submit):
+                    self._submit(item, head)
+                elif item.frame.kind is Kind.ACTIVATION and stage.index != HEAD:
+                    self._step(stage, item.frame)
+                else:
+                    self._receive(stage, head, item.frame)
+            if head is not None:
+                self._schedule(stage, head)
+
+    def _drain(self, head: Head | None) -> Iterator[list[Hop | Submit]]:
+        """All that is in the inbox; waits for the first, on a head no longer than a tick while it has requests."""
+        while True:
+            items: list[Item] = []
+            try:
+                items.append(self.inbox.get(timeout=None if head is None or head.is_idle else TICK_S))
+                while True:
+                    items.append(self.inbox.get_nowait())
+            except queue.Empty:
+                pass
+            yield [item for item in items if not isinstance(item, Stop)]
+            if any(isinstance(item, Stop) for item in items):
+                return
+
+    def _submit(self, item: Submit, head: Head | None) -> None:
+        if head is not None:
+            head.submit(item.request)
+        else:
+            self._reporter.failed(item.request, RequestError(f"a request came to {stage_queue(self._index)}: send it to {stage_queue(HEAD)}"))
+
+    def _schedule(self, stage: Stage, head: Head) -> None:
+        head.tick()
+        while (batch := head.next_batch()) is not None:
+            try:
+                self._send(stage.plan, stage.start(batch))
+            except Exception as e:
+                log.exception("lap %d failed", batch.step)
+                head.fail_lanes(batch.lanes, self._cannot_compute(e))
+            if not self.inbox.empty():
+                return  # what came meanwhile may free a slot or bring tokens: look before the next lap
+
+    def _step(self, stage: Stage, frame: Frame) -> None:
+        try:
+            frames = stage.step(frame)
+        except WireError as e:
+            return self.refused(e)
+        except Exception as e:
+            log.exception("lap %d failed", frame.step)
+            frames = [stage.error(ErrorCode.FAILED, frame.step, frame.lanes, f"{type(e).__name__}: {e}")]
+        self._send(stage.plan, frames)
+
+    def _receive(self, stage: Stage, head: Head | None, frame: Frame) -> None:
+        try:
+            stage.check(frame)
+            if head is None:
+                raise WireError(f"stage {self._index} is not the head, but got a frame of kind {frame.kind.name}")
+            head.receive(frame)
+        except WireError as e:
+            self.refused(e)
+        except Exception as e:
+            if head is None:
+                raise
+            log.exception("the read-out of lap %d failed", frame.step)
+            head.fail_lanes(frame.lanes, self._cannot_compute(e))
+
+    def _cannot_compute(self, error: Exception) -> RequestFailed:
+        return RequestFailed(f"stage {self._index} could not compute: {type(error).__name__}: {error}")
+
+    def _send(self, plan: Plan, frames: list[Frame]) -> None:
+        for frame in frames:
+            to = route(plan, self._index, frame.kind)
+            if to == self._index:
+                self.inbox.put(Hop(frame))
+            else:
+                self._send_behind(stage_queue(to), encode(frame, self.secret))
+
+    def _send_behind(self, queue_name: str, data: bytes) -> None:
+        try:
+            self._sender.send(queue_name, data)
+        except BrokerError as e:
+            log.warning("a frame is lost, its lap will be sent again: %s", e)

@@ -1,0 +1,202 @@
+"""The head's part that knows requests: text to ids at the door, ids to text on the way out. All on the engine's thread.
+
+What goes on the next lap is decided in scheduler.py, what a lap computes in stage.py; this is the book-keeping between them.
+"""
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from celery.worker import state as celery_state
+
+from pptasks.errors import PPError, RequestError, RequestFailed
+from pptasks.request import Request
+from pptasks.text import Decoder, Text
+from pptasks.wire import ErrorCode, Frame, Kind, short_id
+from workers.reporter import Reporter
+from workers.scheduler import MAX_ATTEMPTS, Batch, Sequence, State, schedule
+from workers.stage import Stage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """A request in the head's hands: Celery's side of it, its sequence, its text, its times (monotonic seconds)."""
+
+    celery: Any  # celery.worker.request.Request
+    sequence: Sequence
+    decoder: Decoder
+    came_at: float
+    started_at: float = 0.0
+    first_at: float = 0.0
+    text: list[str] = field(default_factory=list)
+    hops_us: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+
+
+class Head:
+    """Requests in, batches out, tokens back. Knows the stage it sits on, and nothing of queues."""
+
+    def __init__(self, stage: Stage, text: Text, reporter: Reporter, lap_deadline_s: float, vocab_size: int):
+        plan = stage.plan
+        self._stage, self._text, self._reporter, self._vocab = stage, text, reporter, vocab_size
+        self._hops = plan.n_stages if plan.n_stages > 1 else 0
+        self._sessions: dict[bytes, Session] = {}
+        # Laps are numbered on from the clock, so that those of a head that is started again are newer than any before.
+        self._state = State(plan.slots, plan.max_rows, lap_deadline_s, next_step=time.time_ns() // 1000)
+
+    def submit(self, celery_request: Any) -> None:
+        """Take a request in, or report why not."""
+        try:
+            session = self._open(celery_request)
+        except PPError as e:
+            self._reporter.failed(celery_request, e)
+            return
+        self._sessions[session.sequence.short_id] = session
+        self._state.waiting.append(session.sequence)
+
+    def next_batch(self) -> Batch | None:
+        """What goes on the next lap now, on record as sent."""
+        for sequence in self._state.admit():
+            session = self._sessions[sequence.short_id]
+            session.started_at = time.monotonic()
+            self._reporter.started(session.celery)
+        if (batch := schedule(self._state)) is not None:
+            self._state.sent(batch, time.monotonic())
+        return batch
+
+    def receive(self, frame: Frame) -> None:
+        """A lap came back, or a stage could not do its part of it."""
+        if frame.kind is Kind.ERROR:
+            return self._stage_error(frame)
+        sent_at = lap.sent_at if (lap := self._state.laps.get(frame.step)) and len(self._state.laps) == 1 else None
+        tokens = dict(self._stage.tokens_of(frame)) if lap else {}
+        for lane, sequence in self._state.returned(frame.step, frame.lanes):
+            session = self._sessions[lane.request]
+            if sent_at is not None and self._hops and lane.length == 1:
+                session.hops_us.append(((time.monotonic() - sent_at) * 1e6 - frame.compute_us) / self._hops)
+            if tokens[lane]:
+                self._append(session, tokens[lane])
+
+    def fail_lanes(self, lanes: tuple[Any, ...], error: PPError) -> None:
+        """The requests of these lanes cannot go on."""
+        for lane in lanes:
+            if (session := self._sessions.get(lane.request)) is not None:
+                self._end(session, error=error)
+
+    def tick(self) -> None:
+        """What time brings: laps past their deadline, requests that were revoked."""
+        for sequence, position in self._state.overdue(time.monotonic()):
+            log.warning("request %s: a lap is overdue, sending again from position %d", sequence.request_id, position)
+            self._again(sequence, position)
+        for session in list(self._sessions.values()):
+            if session.sequence.request_id in celery_state.revoked:
+                self._end(session, finish_reason="cancelled")
+
+    @property
+    def seconds_to_deadline(self) -> float | None:
+        deadline = self._state.next_deadline()
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._sessions
+
+    def _open(self, celery_request: Any) -> Session:
+        """Raises RequestError."""
+        args, kwargs, _ = celery_request._payload
+        if args:
+            raise RequestError("pptasks.generate takes keyword arguments only: prompt, messages or tokens, max_tokens, ...")
+        request = Request.from_kwargs(kwargs)
+        ids = self._encode(request)
+        context = self._stage.plan.context
+        if len(ids) > context:
+            raise RequestError(f"the prompt has {len(ids)} tokens, but the context holds {context}: shorten it, or raise --context")
+        sequence = Sequence(
+            request_id=celery_request.id,
+            short_id=short_id(celery_request.id),
+            ids=ids,
+            n_prompt=len(ids),
+            max_tokens=min(request.max_tokens, context - len(ids) + 1),
+            stop_ids=self._text.stop_ids,
+            sampling=request.sampling,
+        )
+        if sequence.short_id in self._sessions:
+            raise RequestError(f"a request with the id {celery_request.id} is being served already")
+        return Session(celery_request, sequence, self._text.decoder(), came_at=time.monotonic())
+
+    def _encode(self, request: Request) -> list[int]:
+        if request.tokens is not None:
+            if (largest := max(request.tokens)) >= self._vocab:
+                raise RequestError(f"token id {largest} is outside the vocabulary of {self._vocab}")
+            return list(request.tokens)
+        if request.messages is not None:
+            ids = self._text.encode_chat([dict(m) for m in request.messages])
+        elif request.raw:
+            ids = self._text.encode(request.prompt or "")
+        else:
+            ids = self._text.encode_chat([{"role": "user", "content": request.prompt or ""}])
+        if not ids:
+            raise RequestError("the prompt is empty: it has no tokens")
+        return ids
+
+    def _append(self, session: Session, ids: list[int]) -> None:
+        sequence = session.sequence
+        if not sequence.generated:
+            session.first_at = time.monotonic()
+        for token in ids:
+            sequence.ids.append(token)
+            piece = session.decoder.push(token)
+            reason = sequence.finish_reason
+            if reason is not None:
+                piece += session.decoder.finish()
+            session.text.append(piece)
+            self._reporter.token(session.celery, token, piece)
+            if reason is not None:
+                return self._end(session, finish_reason=reason)
+
+    def _stage_error(self, frame: Frame) -> None:
+        message = frame.payload.tobytes().decode(errors="replace")
+        for lane, sequence in self._state.returned(frame.step, frame.lanes):
+            if frame.error is ErrorCode.CACHE_MISS:
+                log.warning("request %s: %s; sending it again from the start", sequence.request_id, message)
+                self._again(sequence, 0)
+            else:
+                self._end(self._sessions[lane.request], error=RequestFailed(message))
+
+    def _again(self, sequence: Sequence, position: int) -> None:
+        if sequence.attempt + 1 >= MAX_ATTEMPTS:
+            error = RequestFailed(f"{sequence.attempt + 1} attempts were lost or late: look at the stages' logs, or raise PP_LAP_DEADLINE")
+            return self._end(self._sessions[sequence.short_id], error=error)
+        self._state.rewind(sequence, position)
+
+    def _end(self, session: Session, *, finish_reason: str = "", error: PPError | None = None) -> None:
+        self._state.end(session.sequence)
+        del self._sessions[session.sequence.short_id]
+        if error is not None:
+            self._reporter.failed(session.celery, error)
+        else:
+            self._reporter.finished(session.celery, self._result(session, finish_reason))
+
+    def _result(self, session: Session, finish_reason: str) -> dict[str, Any]:
+        sequence, now = session.sequence, time.monotonic()
+        n = len(sequence.generated)
+        decode_s = now - session.first_at if n else 0.0
+        p50, p99 = np.percentile(session.hops_us, [50, 99]).tolist() if session.hops_us else (None, None)
+        return {
+            "text": "".join(session.text),
+            "token_ids": sequence.generated,
+            "prompt_token_ids": sequence.ids[: sequence.n_prompt],
+            "finish_reason": finish_reason,
+            "seed": sequence.sampling.seed,
+            "timings": {
+                "prefill_s": session.first_at - session.started_at if n else None,
+                "decode_s": decode_s,
+                "tokens_per_s": (n - 1) / decode_s if n > 1 and decode_s else None,
+                "hop_us_p50": p50,
+                "hop_us_p99": p99,
+            },
+        }
