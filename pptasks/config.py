@@ -133,3 +133,9 @@ def _range(variable: str, value: int, low: int, high: int) -> None:
 def _choice(variable: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{variable} is {value!r}: give one of {', '.join(choices)}")
+
+
+def child_environment(settings: Settings) -> dict[str, str]:
+    """The environment of a worker process: ours, with the settings' variables and no other value of them."""
+    ours = {f.metadata["env"] for f in fields(Settings)}
+    return {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("PP_")} | settings.to_env()

@@ -1,7 +1,8 @@
 """What we know about each family of models, as data: how its configuration is spelled, and which tensors it has.
 
-A new family is a new `Family` beside LLAMA and an entry in FAMILIES. Nothing here reads a file: `models.py` does, and asks.
-A property that changes the result and that we do not compute is refused by name; ignored, it would still write fluent text.
+A new family is a new `Family` beside LLAMA and an entry in FAMILIES. Nothing here reads a file: `models.py` does, and
+asks. A property that changes the result and that we do not compute is refused by name; ignored, it would still write
+fluent text.
 """
 
 import math
@@ -38,7 +39,9 @@ class Fields:
         value = self.get(name)
         value = default if value is None else value
         if type(value) is not int or not 1 <= value <= hi:
-            raise ModelFileError(f"{self.source}: {self.prefix}{name} is {_short(value)}, not an integer from 1 to {hi}")
+            raise ModelFileError(
+                f"{self.source}: {self.prefix}{name} is {_short(value)}, not an integer from 1 to {hi}"
+            )
         return value
 
     def float(self, name: str, default: float | None = None) -> float:
@@ -103,7 +106,9 @@ def dims(config: ModelConfig) -> Mapping[str, int]:
 def check(config: ModelConfig, source: Path) -> ModelConfig:
     """`config`, if its numbers agree with each other."""
     if config.n_heads % config.n_kv_heads:
-        raise ModelFileError(f"{source}: {config.n_heads} heads cannot share {config.n_kv_heads} key/value heads evenly")
+        raise ModelFileError(
+            f"{source}: {config.n_heads} heads cannot share {config.n_kv_heads} key/value heads evenly"
+        )
     if config.head_dim % 2:
         raise ModelFileError(f"{source}: head width {config.head_dim} is odd; rotary pairs need an even one")
     return config
@@ -111,7 +116,9 @@ def check(config: ModelConfig, source: Path) -> ModelConfig:
 
 def _head_dim(fields: Fields, name: str, dim: int, n_heads: int) -> int:
     if fields.get(name) is None and dim % n_heads:
-        raise ModelFileError(f"{fields.source}: width {dim} is not a multiple of {n_heads} heads, and {fields.prefix}{name} is missing")
+        raise ModelFileError(
+            f"{fields.source}: width {dim} is not a multiple of {n_heads} heads, and {fields.prefix}{name} is missing"
+        )
     return fields.int(name, MAX_WIDTH, max(1, dim // n_heads))
 
 
@@ -125,7 +132,9 @@ def _hf_rope_theta(fields: Fields) -> float:
         if not isinstance(rope, dict):
             raise ModelFileError(f"{fields.source}: {name} is {_short(rope)}, not an object")
         inner = Fields(fields.source, {f"{name}.{k}": v for k, v in rope.items()}, f"{name}.")
-        inner.neutral({"rope_type": ("default",), "type": ("default",), "factor": (1.0,), "partial_rotary_factor": (1.0,)})
+        inner.neutral(
+            {"rope_type": ("default",), "type": ("default",), "factor": (1.0,), "partial_rotary_factor": (1.0,)}
+        )
         if any(isinstance(v, dict) for v in rope.values()):
             raise Unsupported(f"{fields.source}: {name} differs from layer to layer; supported: one for all")
         theta = inner.float("rope_theta", theta)
@@ -138,7 +147,9 @@ def _llama_from_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
         "partial_rotary_factor": (1.0,), "is_encoder_decoder": (False,), "tie_word_embeddings": (False, True),
     })  # fmt: skip
     if any(kind != "full_attention" for kind in fields.get("layer_types") or ()):
-        raise Unsupported(f"{fields.source}: layer_types is {_short(fields.get('layer_types'))}; supported: full_attention")
+        raise Unsupported(
+            f"{fields.source}: layer_types is {_short(fields.get('layer_types'))}; supported: full_attention"
+        )
     dim, n_heads = fields.int("hidden_size", MAX_WIDTH), fields.int("num_attention_heads", MAX_WIDTH)
     tied = fields.get("tie_word_embeddings")
     return ModelConfig(

@@ -2,15 +2,15 @@
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian:
 
-    "GGUF" | version u32 | tensors u64 | pairs u64 | pairs x (key, type u32, value) | tensors x (name, n u32, n x u64, type u32, offset u64)
-    | padding | tensor data
+    "GGUF" | version u32 | tensors u64 | pairs u64 | pairs x (key, type u32, value) | tensors x (name, n u32, n x u64,
+    type u32, offset u64) | padding | tensor data
 
-A string is a u64 length and its UTF-8 bytes; an array is a u32 element type, a u64 count and its elements. Offsets count from the first
-multiple of `general.alignment` after the header.
+A string is a u64 length and its UTF-8 bytes; an array is a u32 element type, a u64 count and its elements. Offsets
+count from the first multiple of `general.alignment` after the header.
 
-A header comes from outside, so every count and length is checked against the bytes that the file still has before anything is made of it, and
-the loops have ceilings of their own. Arrays (a vocabulary is most of a header) are walked over and decoded on demand: a stage without the
-head never makes one string of the vocabulary.
+A header comes from outside, so every count and length is checked against the bytes that the file still has before
+anything is made of it, and the loops have ceilings of their own. Arrays (a vocabulary is most of a header) are walked
+over and decoded on demand: a stage without the head never makes one string of the vocabulary.
 """
 
 import mmap
@@ -51,7 +51,9 @@ DEFAULT_ALIGNMENT = 32
 MIN_PAIR = 8 + 4 + 1  # bytes: an empty key, a type, one byte of value
 MIN_TENSOR = 8 + 4 + 8 + 4 + 8
 
-_SCALARS: Mapping[int, str] = MappingProxyType({0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"})
+_SCALARS: Mapping[int, str] = MappingProxyType(
+    {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+)
 _STRING, _ARRAY = 8, 9
 
 
@@ -95,7 +97,9 @@ class Array:
                 items.append(data[at + 8 : at + 8 + n].decode())
                 at += 8 + n
         except (struct.error, UnicodeDecodeError) as e:
-            raise ModelFileError(f"{self.file}: a string of the metadata is not UTF-8, or the file changed while it was open") from e
+            raise ModelFileError(
+                f"{self.file}: a string of the metadata is not UTF-8, or the file changed while it was open"
+            ) from e
         if at != len(data):
             raise ModelFileError(f"{self.file}: changed while it was open; start again")
         return tuple(items)
@@ -112,8 +116,8 @@ class Header:
 def read_header(path: Path) -> Header:
     """Read and check the header of `path`.
 
-    ModelFileError: not GGUF, truncated, or not consistent in itself (names the file and the thing). Unsupported: version, byte order, or tensor
-    type that we do not read.
+    ModelFileError: not GGUF, truncated, or not consistent in itself (names the file and the thing). Unsupported:
+    version, byte order, or tensor type that we do not read.
     """
     try:
         with path.open("rb") as f:
@@ -168,10 +172,14 @@ class _Reader:
 
     def need(self, n: int, what: str) -> None:
         if n > self.size - self.at:
-            raise self.bad(f"truncated or damaged: {what} needs {n} bytes at {self.at}, and {self.size - self.at} are left")
+            raise self.bad(
+                f"truncated or damaged: {what} needs {n} bytes at {self.at}, and {self.size - self.at} are left"
+            )
 
     def bound(self, count: int, least: int, limit: int, what: str) -> None:
-        """Refuse a count whose items, `least` bytes each, cannot fit into the rest of the file, or that is above our own limit."""
+        """Refuse a count whose items, `least` bytes each, cannot fit into the rest of the file, or that is above our
+        own limit.
+        """
         self.need(count * least, f"{what} ({count})")
         if count > limit:
             raise self.bad(f"{what} is {count}; the limit is {limit}")
@@ -224,7 +232,9 @@ class _Reader:
         return Array(self.path, kind, count, start, self.at)
 
     def skip_strings(self, count: int, what: str) -> int:
-        """The end of `count` strings that start here. Most of a header's time goes here, so the loop holds only the two checks it needs."""
+        """The end of `count` strings that start here. Most of a header's time goes here, so the loop holds only the two
+        checks it needs.
+        """
         at, size, data = self.at, self.size, self.data
         length = struct.Struct("<Q").unpack_from
         for _ in range(count):
@@ -248,7 +258,14 @@ class _Reader:
             if not 1 <= n_dims <= MAX_DIMS:
                 raise self.bad(f"tensor {name!r} has {n_dims} dimensions")
             dims = [self.scalar("Q", f"dimensions of {name!r}") for _ in range(n_dims)]
-            infos.append((name, tuple(reversed(dims)), self.scalar("I", f"type of {name!r}"), self.scalar("Q", f"offset of {name!r}")))
+            infos.append(
+                (
+                    name,
+                    tuple(reversed(dims)),
+                    self.scalar("I", f"type of {name!r}"),
+                    self.scalar("Q", f"offset of {name!r}"),
+                )
+            )
         return infos
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:
@@ -257,19 +274,25 @@ class _Reader:
             raise self.bad(f"general.alignment is {value!r}, not a power of two from 8 to {MAX_ALIGNMENT}")
         return value
 
-    def locate(self, name: str, shape: tuple[int, ...], kind: int, offset: int, data_start: int, alignment: int) -> TensorInfo:
+    def locate(
+        self, name: str, shape: tuple[int, ...], kind: int, offset: int, data_start: int, alignment: int
+    ) -> TensorInfo:
         if kind not in TENSOR_TYPES:
             type_name = OTHER_TENSOR_TYPES.get(kind, f"number {kind}")
             supported = ", ".join(sorted(t[0] for t in TENSOR_TYPES.values()))
             raise Unsupported(f"{self.path}: tensor {name!r} has type {type_name}; supported: {supported}")
         dtype, group, group_bytes = TENSOR_TYPES[kind]
         if 0 in shape or shape[-1] % group:
-            raise self.bad(f"tensor {name!r} of type {dtype} has shape {shape}: rows must be a positive multiple of {group}")
+            raise self.bad(
+                f"tensor {name!r} of type {dtype} has shape {shape}: rows must be a positive multiple of {group}"
+            )
         nbytes = prod(shape) // group * group_bytes
         if offset % alignment:
             raise self.bad(f"tensor {name!r} starts at {offset}, not a multiple of {alignment}")
         if data_start + offset + nbytes > self.size:
-            raise self.bad(f"truncated or damaged: tensor {name!r} ends at byte {data_start + offset + nbytes} of {self.size}")
+            raise self.bad(
+                f"truncated or damaged: tensor {name!r} ends at byte {data_start + offset + nbytes} of {self.size}"
+            )
         return TensorInfo(name, dtype, shape, data_start + offset, nbytes)
 
     def check_overlap(self, tensors: tuple[TensorInfo, ...]) -> None:

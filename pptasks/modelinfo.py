@@ -1,4 +1,6 @@
-"""What a model is, to everyone else: three value objects and how to pick a stage's tensors out of them. They come from `models.open_model`."""
+"""What a model is, to everyone else: three value objects and how to pick a stage's tensors out of them. They come from
+`models.open_model`.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,22 +40,26 @@ class TensorRef:
     nbytes: int
     dtype: str  # "F32", "F16", "BF16", "Q4_1", ... as GGUF spells them
     shape: tuple[int, ...]
-    interleaved_heads: int = 0  # > 0: rows are this many heads whose rotary pairs are (2i, 2i+1), as GGUF's llama export stores q and k
+    interleaved_heads: int = (
+        0  # > 0: rows are this many heads whose rotary pairs are (2i, 2i+1), as GGUF's llama export stores q and k
+    )
 
 
 @dataclass(frozen=True)
 class Model:
     """A model on disk.
 
-    Canonical tensor names: `token_embd.weight`, `output_norm.weight`, `output.weight` (absent when tied) and, for each block i,
-    `blk.{i}.{attn_norm,attn_q,attn_k,attn_v,attn_output,ffn_norm,ffn_gate,ffn_up,ffn_down}.weight`.
+    Canonical tensor names: `token_embd.weight`, `output_norm.weight`, `output.weight` (absent when tied) and, for each
+    block i, `blk.{i}.{attn_norm,attn_q,attn_k,attn_v,attn_output,ffn_norm,ffn_gate,ffn_up,ffn_down}.weight`.
     """
 
     name: str
     path: Path  # a .gguf file or a Hugging Face folder
     config: ModelConfig
     tensors: Mapping[str, TensorRef]
-    fingerprint: str  # hex sha256 over the configuration and each tensor's name, shape and type; the same on every machine
+    fingerprint: (
+        str  # hex sha256 over the configuration and each tensor's name, shape and type; the same on every machine
+    )
     metadata: Mapping[str, Any]  # GGUF metadata (tokenizer.* included), {} for a folder
 
     @property
@@ -66,8 +72,10 @@ class Model:
         return self.stage_tensors(i, i + 1, embedding=False, readout=False)
 
     def stage_tensors(self, lo: int, hi: int, *, embedding: bool, readout: bool) -> tuple[TensorRef, ...]:
-        """What a stage with the blocks [lo, hi) loads, each tensor once: `embedding` adds the embedding, `readout` the final norm and the
-        output head, which is the embedding when tied. PlanError if the span is none of this model."""
+        """What a stage with the blocks [lo, hi) loads, each tensor once: `embedding` adds the embedding, `readout` the
+        final norm and the output head, which is the embedding when tied. PlanError if the span is none of this
+        model.
+        """
         if not 0 <= lo <= hi <= self.config.n_blocks:
             raise PlanError(f"span [{lo}, {hi}) is outside the {self.config.n_blocks} blocks of {self.name}")
         spans = tuple(f"blk.{i}." for i in range(lo, hi))

@@ -1,8 +1,8 @@
 """Open a model: what its own files say, read from their headers alone.
 
-No weight is read here. `workers/weights.py` reads the tensors of a span, `pptasks/text.py` the tokenizer; both start from a `Model`.
-Before anyone reads a weight, every tensor that the configuration asks for is there, with the shape it must have and a type that we know,
-and there is none that we would ignore.
+No weight is read here. `workers/weights.py` reads the tensors of a span, `pptasks/text.py` the tokenizer; both start
+from a `Model`. Before anyone reads a weight, every tensor that the configuration asks for is there, with the shape it
+must have and a type that we know, and there is none that we would ignore.
 """
 
 import hashlib
@@ -23,10 +23,12 @@ OnProgress = Callable[[str, int, int], None]  # what ("download"), done, total; 
 
 
 def open_model(spec: str | Path, cache: Path, on_progress: OnProgress | None = None) -> Model:
-    """Open an alias (`hub.ALIASES`; downloaded into `cache` when it is not there), a .gguf file, or a Hugging Face folder.
+    """Open an alias (`hub.ALIASES`; downloaded into `cache` when it is not there), a .gguf file, or a Hugging Face
+    folder.
 
-    ModelNotFound: no such alias, file or folder. ModelFileError: a file that is truncated or disagrees with itself. Unsupported: an architecture,
-    a property of it, or a tensor type that we do not compute. ModelError: an alias that cannot be downloaded.
+    ModelNotFound: no such alias, file or folder. ModelFileError: a file that is truncated or disagrees with itself.
+    Unsupported: an architecture, a property of it, or a tensor type that we do not compute. ModelError: an alias that
+    cannot be downloaded.
     """
     if isinstance(spec, str) and spec in hub.ALIASES:
         return replace(_open_gguf(hub.fetch(hub.ALIASES[spec], cache, on_progress)), name=spec)
@@ -43,7 +45,8 @@ def open_model(spec: str | Path, cache: Path, on_progress: OnProgress | None = N
 
 
 def fingerprint(config: ModelConfig, tensors: Mapping[str, TensorRef]) -> str:
-    """Hex sha256 over the configuration and the sorted (name, shape, type) of the tensors; where they lie does not count.
+    """Hex sha256 over the configuration and the sorted (name, shape, type) of the tensors; where they lie does not
+    count.
 
     Two fine-tunes of one base have the same fingerprint: weights are not hashed, so that opening stays cheap.
     """
@@ -115,15 +118,23 @@ def _take(
     if tensor.shape != shape:
         raise ModelFileError(f"{source}: tensor {name!r} has shape {tensor.shape}; its configuration asks for {shape}")
     if len(shape) == 1 and tensor.dtype not in FLOATS:
-        raise Unsupported(f"{source}: tensor {name!r} has type {tensor.dtype}; supported for a vector: {', '.join(FLOATS)}")
+        raise Unsupported(
+            f"{source}: tensor {name!r} has type {tensor.dtype}; supported for a vector: {', '.join(FLOATS)}"
+        )
     return TensorRef(spec.name, tensor.file, tensor.offset, tensor.nbytes, tensor.dtype, shape, heads)
 
 
 def _refuse_others(source: Path, left: Mapping[str, stfile.StoredTensor]) -> None:
     """A tensor that nobody takes (a bias, rope_freqs.weight, an expert) would change the result."""
     if left:
-        raise Unsupported(f"{source}: has tensor {min(left)!r}, which this architecture's support does not use ({len(left)} such)")
+        raise Unsupported(
+            f"{source}: has tensor {min(left)!r}, which this architecture's support does not use ({len(left)} such)"
+        )
 
 
-def _model(name: str, path: Path, config: ModelConfig, tensors: dict[str, TensorRef], metadata: Mapping[str, object]) -> Model:
-    return Model(name, path, config, MappingProxyType(tensors), fingerprint(config, tensors), MappingProxyType(dict(metadata)))
+def _model(
+    name: str, path: Path, config: ModelConfig, tensors: dict[str, TensorRef], metadata: Mapping[str, object]
+) -> Model:
+    return Model(
+        name, path, config, MappingProxyType(tensors), fingerprint(config, tensors), MappingProxyType(dict(metadata))
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from pptasks.config import Settings
 from pptasks.errors import PlanError
-from pptasks.models import Model
+from pptasks.modelinfo import Model
 from pptasks.wire import DIGEST_BYTES, DTYPES, max_rows
 
 DEFAULT_CONTEXT = 2048

@@ -1,8 +1,9 @@
 """The tensors of a Hugging Face folder, read from the headers of its safetensors files. No weight is read.
 
-Format: https://huggingface.co/docs/safetensors, "Format": a u64 (little-endian) header length, a JSON header, the data; each entry of the header
-is {"dtype", "shape", "data_offsets": [begin, end]}, offsets count from the start of the data, and the tensors cover it without a hole.
-A sharded model has `model.safetensors.index.json`, whose `weight_map` says which file holds which tensor.
+Format: https://huggingface.co/docs/safetensors, "Format": a u64 (little-endian) header length, a JSON header, the data;
+each entry of the header is {"dtype", "shape", "data_offsets": [begin, end]}, offsets count from the start of the data,
+and the tensors cover it without a hole. A sharded model has `model.safetensors.index.json`, whose `weight_map` says
+which file holds which tensor.
 """
 
 import json
@@ -47,13 +48,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the folder by its own name.
 
-    ModelNotFound: no safetensors. ModelFileError: truncated, inconsistent, or an index that points elsewhere. Unsupported: a tensor type.
+    ModelNotFound: no safetensors. ModelFileError: truncated, inconsistent, or an index that points elsewhere.
+    Unsupported: a tensor type.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
     if (folder / INDEX).is_file():
         return _read_shards(folder)
-    raise ModelNotFound(f"{folder}: holds no {SINGLE} and no {INDEX}; only safetensors weights and .gguf files are read")
+    raise ModelNotFound(
+        f"{folder}: holds no {SINGLE} and no {INDEX}; only safetensors weights and .gguf files are read"
+    )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -115,7 +119,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _locate(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
-    dtype, shape, offsets = (entry.get(k) if isinstance(entry, dict) else None for k in ("dtype", "shape", "data_offsets"))
+    dtype, shape, offsets = (
+        entry.get(k) if isinstance(entry, dict) else None for k in ("dtype", "shape", "data_offsets")
+    )
     well_formed = (
         isinstance(dtype, str)
         and isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(_is_count, shape))
@@ -135,7 +141,11 @@ def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], data_start: in
     at, last = data_start, "the header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
-            raise ModelFileError(f"{path}: {last} and tensor {name!r} {'overlap' if tensor.offset < at else 'leave a hole'}")
+            raise ModelFileError(
+                f"{path}: {last} and tensor {name!r} {'overlap' if tensor.offset < at else 'leave a hole'}"
+            )
         at, last = tensor.offset + tensor.nbytes, f"tensor {name!r}"
     if at != size:
-        raise ModelFileError(f"{path}: its tensors end at byte {at}, the file at {size}: truncated or damaged; copy or download it again")
+        raise ModelFileError(
+            f"{path}: its tensors end at byte {at}, the file at {size}: truncated or damaged; copy or download it again"
+        )

@@ -34,6 +34,7 @@ typedef unsigned short bf16x16 __attribute__((ext_vector_type(16), aligned(2)));
 
 #define OVERLOAD static __attribute__((overloadable))
 #define INLINE static inline __attribute__((overloadable, always_inline))
+#define NO_UNROLL _Pragma("clang loop unroll(disable)")
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 static void rms_norm(float *out, const float *x, const float *weight, long rows);
@@ -170,7 +171,7 @@ static inline v16 exp16(v16 x) {
   INLINE void tile##N(float *out, long n_out, const float *x, const T *w, long n_in, int ahead) {               \
     v16 acc[N][4], wv[4];                                                                                                \
     UNROLL for (int n = 0; n < N; n++) UNROLL for (int k = 0; k < 4; k++) acc[n][k] = zero();                            \
-    for (long i = 0; i < n_in; i += 16) {                                                                                \
+    NO_UNROLL for (long i = 0; i < n_in; i += 16) { /* unrolled by hand below, and enough */                             \
       if (ahead) UNROLL for (unsigned long byte = 0; byte < 64 * sizeof(T); byte += 64)                                  \
         __builtin_prefetch((const char *)(w + 4 * n_in + 4 * i) + byte);                                                 \
       UNROLL for (int k = 0; k < 4; k++) wv[k] = load(w + k * n_in + i);                                                 \

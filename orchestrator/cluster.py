@@ -1,0 +1,203 @@
+"""The machines of a run, here: processes on this one. Start, wait until every stage is ready, always tear down."""
+
+import json
+import logging
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import urlsplit, urlunsplit
+
+import platformdirs
+import redis
+
+from orchestrator.broker import EmbeddedBroker, check_broker, purge
+from orchestrator.process import Process
+from pptasks.config import Settings, child_environment
+from pptasks.connect import connect
+from pptasks.errors import BrokerError, LinkError, NotReady, StageFailed
+from pptasks.keys import ENTRY, EXIT, Keys, stage_name, stage_queue
+from pptasks.link import LinkSettings, new_key, write_allow
+from pptasks.members import Lease, Member, check_ready, explain, read_members, resolve
+from pptasks.plan import Plan
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+LINK_UP_S = 25.0
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is put up on this machine."""
+
+    broker: str = EMBEDDED  # or a Redis URL
+    broker_port: int | None = None
+    link: str = "direct"  # or "iroh"
+    relay: str = "none"
+    timeout_s: float = 120.0
+
+
+OnMembers = Callable[[Mapping[int, Member]], None]
+
+
+class LocalCluster:
+    """A context manager: inside it, every stage is ready and `settings` say how to reach the run.
+
+    Whatever happens inside, or while it starts, every process that it started has ended when it is left, and no key of the run is left
+    on a given Redis. Raises StageFailed, NotReady, BrokerError or LinkError while it starts.
+    """
+
+    def __init__(self, settings: Settings, plan: Plan, options: Options, on_members: OnMembers = lambda members: None):
+        self.plan, self._options, self._on_members = plan, options, on_members
+        self.settings = replace(settings, stage=None, lease=True, run=f"run-{secrets.token_hex(6)}", secret=secrets.token_hex(32))
+        self.keys = Keys(self.settings.run)
+        self.workers: list[Process] = []
+        self.members: dict[int, Member] = {}
+        self.ready_s = 0.0
+        self._stack = ExitStack()
+        self._links: list[Process] = []
+        self._folder = Path(platformdirs.user_state_dir("pptasks", appauthor=False)) / "runs" / self.settings.run
+
+    def __enter__(self) -> "LocalCluster":
+        began = time.monotonic()
+        with ExitStack() as stack:
+            self._start(stack)
+            self._wait_until_ready(began + self._options.timeout_s)
+            self._stack = stack.pop_all()
+        self.ready_s = time.monotonic() - began
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+    def check(self) -> None:
+        """Raises StageFailed if a worker has ended, LinkError if a link has."""
+        for stage, worker in enumerate(self.workers):
+            if worker.returncode is not None:
+                raise self._failed(stage, worker.how_it_ended)
+        for link in self._links:
+            if link.returncode is not None:
+                raise LinkError(f"{link.name} {link.how_it_ended}: {' | '.join(link.tail(3))}")
+
+    def refresh(self) -> dict[int, Member]:
+        """What the stages say of themselves now."""
+        self.members = read_members(self._redis, self.keys, self.plan.n_stages)
+        return self.members
+
+    def _start(self, stack: ExitStack) -> None:
+        self._folder.mkdir(parents=True, mode=0o700)
+        stack.push(self._drop_logs)
+        stack.callback(self._end_all, self._links)
+        self._start_broker(stack)
+        self._redis = stack.enter_context(connect(self.settings.broker))
+        stack.enter_context(Lease(self.settings.broker, self.keys))
+        brokers = self._start_links() if self._options.link == "iroh" else [self.settings.broker] * self.plan.n_stages
+        stack.callback(self._end_all, self.workers)
+        for stage, broker in enumerate(brokers):
+            self.workers.append(self._worker(stage, broker))
+
+    def _start_broker(self, stack: ExitStack) -> None:
+        if self._options.broker == EMBEDDED:
+            url = stack.enter_context(EmbeddedBroker(self._options.broker_port)).url
+        else:
+            url = self._options.broker
+            check_broker(url)
+            stack.callback(purge, url, self.keys.prefix)
+        self.settings = replace(self.settings, broker=url)
+
+    def _worker(self, stage: int, broker: str) -> Process:
+        argv = [
+            sys.executable, "-m", "celery", "-A", "workers", "worker", "-Q", stage_queue(stage), "--pool", "solo",
+            "-n", f"{stage_name(stage)}@%h", "-l", "WARNING", "--without-gossip", "--without-mingle",
+        ]  # fmt: skip
+        env = child_environment(replace(self.settings, stage=stage, broker=broker))
+        return Process(f"stage {stage}", argv, env, self._folder / f"stage{stage}.log")
+
+    def _start_links(self) -> list[str]:
+        """One link at the broker, one for each worker with a key of its own; the broker URL of each worker."""
+        broker = redis.connection.parse_url(self.settings.broker)
+        target = f"{broker.get('host', '127.0.0.1')}:{broker.get('port', 6379)}"
+        secret, (key, _) = secrets.token_hex(32), new_key()
+        peers = [new_key() for _ in range(self.plan.n_stages)]  # (secret key, id)
+        allow = self._folder / "allow"
+        write_allow(allow, [peer_id for _, peer_id in peers])
+        common = {"secret": secret, "relay": self._options.relay, "die_with_parent": "1"}
+        served = self._link("serve", LinkSettings(key=key, target=target, allow=str(allow), **common), "link")
+        ticket = self._announced(served)["ticket"]
+        links = [
+            self._link("connect", LinkSettings(key=peer, ticket=ticket, **common), f"link{stage}") for stage, (peer, _) in enumerate(peers)
+        ]
+        return [_through(self.settings.broker, self._announced(link)["port"]) for link in links]
+
+    def _link(self, end: str, settings: LinkSettings, name: str) -> Process:
+        env = child_environment(self.settings)
+        env.pop("PP_SECRET", None)
+        argv = [sys.executable, "-m", "pptasks.link", end]
+        self._links.append(Process(name, argv, env | settings.to_environ(), self._folder / f"{name}.log", pipe=True))
+        return self._links[-1]
+
+    def _announced(self, link: Process) -> dict[str, str]:
+        line = link.read_line(LINK_UP_S)
+        if not line:
+            raise LinkError(f"{link.name} is not up after {LINK_UP_S:.0f} s: {' | '.join(link.tail(3)) or link.how_it_ended}")
+        return json.loads(line)
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while True:
+            self.check()
+            try:
+                members = self.refresh()
+                self._on_members(members)
+                if check_ready(members, self.plan) and self._names_resolve():
+                    return
+            except StageFailed as e:
+                raise StageFailed(str(e), self._last_words(e)) from None
+            except redis.RedisError as e:
+                raise BrokerError(f"the broker was lost while the stages started: {explain(e)}") from None
+            if time.monotonic() > deadline:
+                raise NotReady(f"{self._who_is_late(members)} within {self._options.timeout_s:.0f} s: look at {self._folder}, or raise --timeout")
+            time.sleep(POLL_S)
+
+    def _names_resolve(self) -> bool:
+        try:
+            names = [ENTRY, EXIT, *(stage_name(i) for i in range(self.plan.n_stages))]
+            return all(resolve(self._redis, self.keys, name) for name in names)
+        except NotReady:
+            return False
+
+    def _who_is_late(self, members: Mapping[int, Member]) -> str:
+        late = [i for i in range(self.plan.n_stages) if i not in members or members[i].state != "ready"]
+        phases = [f"stage {i} ({members[i].phase if i in members else 'never said hello'})" for i in late]
+        return f"{', '.join(phases)} was not ready"
+
+    def _failed(self, stage: int, how: str) -> StageFailed:
+        return StageFailed(f"stage {stage} {how}", self.workers[stage].tail())
+
+    def _last_words(self, error: StageFailed) -> tuple[str, ...]:
+        failed = [i for i, m in self.members.items() if m.state == "failed"]
+        return self.workers[failed[0]].tail() if failed else error.log
+
+    def _end_all(self, processes: list[Process]) -> None:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.finish()
+
+    def _drop_logs(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Logs are kept for whoever asks why a run failed."""
+        if kind is None or not issubclass(kind, Exception):
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _through(url: str, port: str | int) -> str:
+    """The broker's URL, reached through a local port: same password, same database."""
+    parts = urlsplit(url)
+    login, at, _ = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{login}{at}127.0.0.1:{port}"))

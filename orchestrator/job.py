@@ -1,0 +1,91 @@
+"""The main job: put a cluster up, submit one request, hand its text on as it comes, tell how it went."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.cluster import LocalCluster
+from pptasks.app import make_app
+from pptasks.client import Client
+from pptasks.errors import RequestFailed
+from pptasks.modelinfo import Model
+from pptasks.request import Request
+
+CANCEL_WAIT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request gave. `result` is the head's own account; of a cancelled request, what had come by then."""
+
+    result: dict[str, Any]
+    wall_s: float
+
+
+class Job:
+    """Requests to one cluster, one after the other."""
+
+    def __init__(self, cluster: LocalCluster, timeout_s: float):
+        self._cluster, self._timeout_s = cluster, timeout_s
+        self._client = Client(make_app(cluster.settings))
+
+    def run(self, request: Request, on_text: Callable[[str], None] = lambda text: None) -> Answer:
+        """Wait for the whole answer; `on_text` gets its pieces.
+
+        Raises what the head raised, StageFailed when a worker ends, RequestFailed when nothing comes for `timeout_s`. On an interrupt the
+        request is cancelled, and the answer is what had come.
+        """
+        began = time.monotonic()
+        request_id = self._client.submit(request)
+        ids: list[int] = []
+        text: list[str] = []
+        try:
+            self._follow(request_id, ids, text, on_text)
+        except KeyboardInterrupt:
+            self._client.cancel(request_id)
+            return Answer(_cancelled(ids, text), time.monotonic() - began)
+        return Answer(self._client.result(request_id), time.monotonic() - began)
+
+    def _follow(self, request_id: str, ids: list[int], text: list[str], on_text: Callable[[str], None]) -> None:
+        heard = time.monotonic()
+        for piece in self._client.stream(request_id):
+            self._cluster.check()
+            if piece is not None:
+                heard = time.monotonic()
+                ids.extend(piece.ids)
+                text.append(piece.text)
+                on_text(piece.text)
+            elif time.monotonic() - heard > self._timeout_s:
+                self._client.cancel(request_id)
+                raise RequestFailed(f"no token came for {self._timeout_s:.0f} s: look at the stages' logs, or raise --timeout")
+
+
+def describe(cluster: LocalCluster, model: Model, answer: Answer) -> dict[str, Any]:
+    """The one JSON object of `pp run --json`."""
+    members = cluster.refresh()
+    result = answer.result
+    return {
+        "text": result["text"],
+        "token_ids": result["token_ids"],
+        "prompt_token_ids": result["prompt_token_ids"],
+        "finish_reason": result["finish_reason"],
+        "model": {"name": model.name, "architecture": model.config.architecture, "fingerprint": model.fingerprint},
+        "plan": cluster.plan.to_json(),
+        "stages": [
+            {
+                "stage": i, "pid": m.pid, "device": m.device, "span": list(m.span or ()),
+                "weights_bytes": m.weights_bytes, "rss_bytes": m.rss_bytes,
+            }
+            for i, m in sorted(members.items())
+        ],
+        "timings": {"ready_s": cluster.ready_s, **result["timings"]},
+        "seed": result["seed"],
+    }  # fmt: skip
+
+
+def _cancelled(ids: list[int], text: list[str]) -> dict[str, Any]:
+    nothing = dict.fromkeys(("prefill_s", "decode_s", "tokens_per_s", "hop_us_p50", "hop_us_p99"))
+    return {
+        "text": "".join(text), "token_ids": ids, "prompt_token_ids": [], "finish_reason": "cancelled", "seed": None, "timings": nothing,
+    }  # fmt: skip

@@ -1,0 +1,139 @@
+"""Text to token ids and back, as a model's own files say. Only the head needs this: everything below it knows ids
+alone.
+
+text = open_text(model)
+ids = text.encode_chat([{"role": "user", "content": "Say hello"}])
+decoder = text.decoder()
+for i in generated: print(decoder.push(i), end="")
+print(decoder.finish())
+"""
+
+import codecs
+import re
+from threading import Lock
+
+from pptasks import chat, vocab
+from pptasks.errors import ModelFileError, RequestError
+from pptasks.modelinfo import Model
+from pptasks.vocab import Vocabulary
+
+
+def open_text(model: Model) -> "Text":
+    """Read the tokenizer and the chat template of `model`. Errors as `vocab.from_gguf` and `vocab.from_folder`."""
+    vocabulary = vocab.from_folder(model.path) if model.path.is_dir() else vocab.from_gguf(model.metadata, model.path)
+    if vocabulary.size > model.config.vocab_size:
+        raise ModelFileError(
+            f"{model.path}: its tokenizer has {vocabulary.size} entries, its embedding {model.config.vocab_size} rows"
+        )
+    return Text(vocabulary)
+
+
+class Text:
+    """Safe to share between threads.
+
+    `bos_id`: the token that begins a text, or None. `stop_ids`: the tokens that end one. `vocab_size`: highest id + 1
+    of the tokenizer, at most the model's.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocab_size = vocabulary.size
+        self.bos_id = vocabulary.bos_id
+        self.stop_ids = vocabulary.stop_ids
+        self._vocabulary = vocabulary
+        self._control = _pattern(vocabulary)
+        self._lock = Lock()  # `encode_special_tokens` is a state of the tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it stands, after bos if the model's files ask for it. A control token's spelling is
+        text like any other.
+
+        RequestError if `text` is no valid Unicode. A character that the vocabulary cannot spell (some have no entry for
+        rare bytes) is left out, as the reference tokenizers do.
+        """
+        return self._with_bos(self._plain(text))
+
+    def encode_chat(self, messages: chat.Messages) -> list[int]:
+        """Token ids of the chat in the model's own template (`chat.render`), ready for the assistant's turn; bos once,
+        if it is asked for.
+
+        Control tokens come from the template alone: what looks like one in a message stays text. Errors as
+        `chat.render` and `encode`.
+        """
+        v = self._vocabulary
+        rendered = chat.render(v.template, messages, v.control, v.names)
+        if v.template is None:
+            return self._with_bos(self._plain(rendered.text))
+        if not rendered.disguise:
+            return self._with_bos(self._tokenize(rendered.text, control=True))
+        ids: list[int] = []
+        at = 0
+        for match in self._control.finditer(rendered.text):
+            token = match.group() if match.group() in v.control else match.group().strip()
+            ids += self._plain(rendered.reveal(rendered.text[at : match.start()]))
+            ids.append(v.tokenizer.token_to_id(token))
+            at = match.end()
+        return self._with_bos(ids + self._plain(rendered.reveal(rendered.text[at:])))
+
+    def decoder(self) -> "Decoder":
+        """A decoder for one sequence of generated ids."""
+        return Decoder(self._vocabulary)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of a whole sequence."""
+        decoder = self.decoder()
+        return "".join(map(decoder.push, ids)) + decoder.finish()
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenize(text, control=False) if text else []
+
+    def _tokenize(self, text: str, *, control: bool) -> list[int]:
+        tokenizer = self._vocabulary.tokenizer
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise RequestError(f"the prompt is no valid Unicode: a lone surrogate at character {e.start}") from None
+        with self._lock:
+            tokenizer.encode_special_tokens = not control
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """A template may have written bos already."""
+        v = self._vocabulary
+        return [v.bos_id, *ids] if v.add_bos and v.bos_id is not None and ids[:1] != [v.bos_id] else ids
+
+
+class Decoder:
+    """One sequence's ids to text, in pieces that never split a character. The pieces, joined, are the text of the
+    whole.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = vocabulary.strip_first_space
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes: "" for a control token, an id without an entry, or the first bytes of a
+        character.
+        """
+        v = self._vocabulary
+        entry = None if token in v.silent or not 0 <= token < v.size else v.tokenizer.id_to_token(token)
+        return self._first(self._utf8.decode(v.spell(entry))) if entry is not None else ""
+
+    def finish(self) -> str:
+        """What remains: U+FFFD for a character that was never completed, else ""."""
+        return self._first(self._utf8.decode(b"", final=True))
+
+    def _first(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+
+def _pattern(vocabulary: Vocabulary) -> re.Pattern[str]:
+    """Matches a control token, the longest where several begin, with the white space that it swallows."""
+    tokens = sorted(vocabulary.control.values(), key=lambda t: len(t.content), reverse=True)
+    alternatives = ((r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "") for t in tokens)
+    return re.compile("|".join(alternatives) or r"(?!)")
