@@ -3,10 +3,8 @@
 docs/decisions.md has the measurements behind the settings that are not Celery's defaults.
 """
 
-from typing import Any
-
 from celery import Celery
-from kombu import Queue
+from kombu import Exchange, Queue
 
 from pptasks.config import Settings
 from pptasks.keys import Keys, stage_queue
@@ -22,7 +20,7 @@ def make_app(settings: Settings) -> Celery:
     app.conf.update(
         broker_url=settings.broker,
         broker_transport="pptasks.transport:Transport",
-        broker_transport_options=_redis_options(keys) | {"ack_emulation": False, "priority_steps": [0]},
+        broker_transport_options={"global_keyprefix": keys.prefix},
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
         result_backend=settings.broker,
@@ -32,7 +30,7 @@ def make_app(settings: Settings) -> Celery:
         redis_backend_health_check_interval=3,
         task_serializer="json",
         accept_content=["json"],
-        task_queues=[Queue(stage_queue(i)) for i in range(settings.num_stages)],
+        task_queues=[_queue(stage_queue(i)) for i in range(settings.num_stages)],
         task_default_queue=stage_queue(0),
         task_routes={GENERATE: {"queue": stage_queue(0)}},
         task_ignore_result=False,
@@ -48,6 +46,6 @@ def make_app(settings: Settings) -> Celery:
     return app
 
 
-def _redis_options(keys: Keys) -> dict[str, Any]:
-    """A half-open TCP connection is noticed only with both a socket timeout and a health check."""
-    return {"global_keyprefix": keys.prefix, "socket_timeout": 5.0, "health_check_interval": 3}
+def _queue(name: str) -> Queue:
+    """A queue on an exchange of its own: on a shared one, each stage would get every request."""
+    return Queue(name, Exchange(name, type="direct"), routing_key=name)

@@ -94,9 +94,7 @@ class _Disguise:
 
 
 def _run(template: str, messages: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> str:
-    """Render as transformers' `apply_chat_template` does, in Jinja2's sandbox: a model's file is not to be trusted with
-    this machine.
-    """
+    """Render as transformers' `apply_chat_template` does, in a sandbox: a model's file is not trusted with this machine."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )

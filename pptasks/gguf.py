@@ -2,8 +2,10 @@
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian:
 
-    "GGUF" | version u32 | tensors u64 | pairs u64 | pairs x (key, type u32, value) | tensors x (name, n u32, n x u64,
-    type u32, offset u64) | padding | tensor data
+    "GGUF" | version u32 | tensors u64 | pairs u64
+    pairs x (key string, type u32, value)
+    tensors x (name string, n u32, n x u64, type u32, offset u64)
+    padding | tensor data
 
 A string is a u64 length and its UTF-8 bytes; an array is a u32 element type, a u64 count and its elements. Offsets
 count from the first multiple of `general.alignment` after the header.
@@ -34,9 +36,9 @@ TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType({
 })  # fmt: skip
 # Types that exist and that we do not read: only so that an error can name them.
 OTHER_TENSOR_TYPES: Mapping[int, str] = MappingProxyType({
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-    40: "NVFP4", 41: "Q1_0",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 })  # fmt: skip
 
 MAX_PAIRS = 1 << 14
@@ -177,9 +179,7 @@ class _Reader:
             )
 
     def bound(self, count: int, least: int, limit: int, what: str) -> None:
-        """Refuse a count whose items, `least` bytes each, cannot fit into the rest of the file, or that is above our
-        own limit.
-        """
+        """Refuse a count whose items, `least` bytes each, do not fit into the rest of the file, or above our own limit."""
         self.need(count * least, f"{what} ({count})")
         if count > limit:
             raise self.bad(f"{what} is {count}; the limit is {limit}")
@@ -232,9 +232,7 @@ class _Reader:
         return Array(self.path, kind, count, start, self.at)
 
     def skip_strings(self, count: int, what: str) -> int:
-        """The end of `count` strings that start here. Most of a header's time goes here, so the loop holds only the two
-        checks it needs.
-        """
+        """The end of `count` strings that start here. Most of a header's time goes here: the loop checks the least."""
         at, size, data = self.at, self.size, self.data
         length = struct.Struct("<Q").unpack_from
         for _ in range(count):

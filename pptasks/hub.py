@@ -123,9 +123,7 @@ def _is_there(source: Source, place: Path) -> bool:
 
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """An empty folder for the time of the block. Whoever holds the lock owns it, so what an ended process left there
-    goes first.
-    """
+    """An empty folder for the time of the block. Only the lock's holder uses it, so what a killed process left goes first."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     try:

@@ -3,29 +3,30 @@
     python -m pptasks.link serve      beside the broker: the streams of accepted peers go to PP_LINK_TARGET
     python -m pptasks.link connect    beside a worker: each connection to 127.0.0.1:port becomes one stream
 
-Each end is a process of its own: inside a busy process every hop would wait for that process's interpreter lock. It prints one
-JSON line on stdout once it is up, `{"ticket", "id"}` or `{"port", "id"}`, and logs to stderr. Exit codes: 0 after SIGTERM or
-SIGINT, 1 for a `LinkError`, 2 for a `ConfigError`.
+Each end is a process of its own (in a busy one every hop would wait for that process's interpreter lock), set up by
+LinkSettings. It prints one JSON line once it is up, {"ticket", "id"} or {"port", "id"}, and logs to stderr. Exit code:
+0 after SIGTERM or SIGINT, 1 for a LinkError, 2 for a ConfigError.
 
-What the two ends agree on: the ALPN below, then on the first stream of a connection (the control stream, opened by `connect`)
+What the ends agree on: the ALPN below, then on the control stream, the first of a connection, opened by `connect`
 
     connect -> serve    nonce (32 bytes), proof("connect")
     serve -> connect    proof("serve")
     then                one byte every BEAT_S from `connect`, echoed by `serve`; silence for DEAD_S ends the connection
 
-with proof(end) = HMAC-SHA256(secret, end + nonce + id of the server + id of the client). iroh's TLS authenticates both ids before
-the first byte: the ticket names the server's public key, and the server reads the client's key from the same handshake. So
-nobody in between can read or answer, the secret itself never travels, and a proof holds for one pair of ids: a false server, reached
-through a forged ticket, has another id, and what it collects is void at the true one. The nonce keeps it from replaying an old answer.
+    proof(end) = HMAC-SHA256(secret, end + nonce + id of the server + id of the client)
 
-Every later stream is one TCP connection. It speaks first on the `connect` side, as every Redis client does. A half-close is forwarded as
-such; whatever else ends a stream is a reset, so that a Redis client sees an error at once and never a clean end.
+iroh's TLS proves both ids before the first byte: the ticket names the server's public key, and the server learns the
+client's from the same handshake. So nobody in between reads or answers, the secret never travels, and a proof serves
+one pair of ids only: a false server, reached through a forged ticket, has another id, and what it collects is void at
+the true one. The nonce makes the answer fresh.
+
+Every later stream is one TCP connection, which must speak first on the `connect` side, as a Redis client does. A
+half-close is forwarded as such; whatever else ends a stream is a reset, so that a Redis client sees an error at once.
 """
 
 import asyncio
 import contextlib
 import ctypes
-import hashlib
 import hmac
 import ipaddress
 import json
@@ -37,7 +38,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -50,24 +51,23 @@ from pptasks.errors import ConfigError, LinkError, PPError
 ALPN = b"pptasks/link/1"
 CHUNK = 256 * 1024  # bytes read at once from a socket or a stream
 BEAT_S, DEAD_S = 2.0, 6.0
-DIAL_S = 10.0  # TLS and proof together; a dead address alone would take iroh 30 s
-ONLINE_S = 10.0  # until a relay must have answered
+DIAL_S = 10.0  # for TLS and proofs; iroh alone would try a dead address for 30 s
+ONLINE_S = 10.0  # within which a relay must answer
 CLOSE_S = 0.5  # a polite close waits for the other end, which may be gone
-BACKOFF_S = (0.25, 5.0)
+BACKOFF_S, LONGEST_BACKOFF_S = 0.25, 5.0
 ALLOW_POLL_S = 0.25
-MAX_STREAMS = 1024  # of one peer
-MAX_PEERS = 256
-MAX_GREETING = 64  # connections whose proof is still awaited
+MAX_STREAMS, MAX_PEERS = 1024, 256  # streams of one peer; peers of a server
+MAX_GREETING = 64  # connections of a server whose proof is still awaited
 MAX_ALLOW_BYTES = 64 * 1024
 RECEIVE_WINDOW = 128 * 1024 * 1024  # bytes of one peer that may wait here unread
-FAILED = 1  # error code of a reset stream
-NOT_ALLOWED, BAD_SECRET, FULL = "peer not allowed", "wrong secret", "too many peers"  # reasons of a refusal, as sent
-REFUSALS = {
-    NOT_ALLOWED: "refused: id {id} is not on the other side's allow-list; add it there",
-    BAD_SECRET: "refused: wrong secret; give both ends the same PP_LINK_SECRET",
-    FULL: "refused: the other side has too many peers already; stop one of them",
+FAILED = 1  # error code of every reset and of every close that is not the process's end
+NOT_ALLOWED, BAD_SECRET, FULL = "peer not allowed", "wrong secret", "too many peers"  # sent to the peer on refusal
+REMEDY = {
+    NOT_ALLOWED: "add id {id} to the other side's allow-list",
+    BAD_SECRET: "give both ends the same PP_LINK_SECRET",
+    FULL: "the other side must drop one first",
 }
-GONE = (iroh.IrohError, iroh.InternalError, OSError)  # OSError holds TimeoutError and the ConnectionErrors
+GONE = (iroh.IrohError, iroh.InternalError, OSError)  # OSError holds TimeoutError and the broken connections
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 log = logging.getLogger("pptasks.link")
@@ -75,50 +75,42 @@ log = logging.getLogger("pptasks.link")
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """One end of a link, as the variables PP_LINK_<NAME> of its process give it. Raises ConfigError; its repr holds no secret."""
+    """One end of a link: field `x` is the variable PP_LINK_X of its process. Raises ConfigError; its repr is safe."""
 
-    key: str = field(repr=False)  # hex secret key of this end, see new_key()
-    secret: str = field(repr=False)  # hex, 32 bytes, the same on both ends
-    ticket: str = field(default="", repr=False)  # connect: where the server is
+    key: str = field(default="", repr=False)  # secret key of this end, 64 hex digits, see new_key()
+    secret: str = field(default="", repr=False)  # 32 bytes in hex, the same on both ends
+    ticket: str = field(default="", repr=False)  # connect: what the serving end printed
     target: str = ""  # serve: host:port, a loopback address
     allow: str = ""  # serve: path of the allow-list, see write_allow()
     port: str = "0"  # connect: TCP port on 127.0.0.1, 0 for a free one
     relay: str = "none"  # "none", "default" (n0's public relays) or URLs with commas between them
-    bind: str = ""  # UDP host:port; "" is 127.0.0.1:0 without a relay and 0.0.0.0:0 with one
+    bind: str = ""  # UDP host:port; "" is 127.0.0.1:0 without relays and 0.0.0.0:0 with them
     die_with_parent: str = ""  # Linux: the parent's process id, or "1" for whoever it is once Python runs
 
     def __post_init__(self) -> None:
-        for name in ("key", "secret"):
-            value = getattr(self, name)
+        for name, value in (("KEY", self.key), ("SECRET", self.secret)):
             if len(value) != 64 or not set(value) <= set("0123456789abcdefABCDEF"):
-                raise ConfigError(f"PP_LINK_{name.upper()} must be 64 hex digits")
-        for name in ("port", "die_with_parent"):
-            if not (getattr(self, name) or "0").isdecimal():
-                raise ConfigError(f"PP_LINK_{name.upper()} must be a number")
+                raise ConfigError(f"PP_LINK_{name} must be 64 hex digits")
+        for name, value in (("PORT", self.port), ("DIE_WITH_PARENT", self.die_with_parent or "0")):
+            if not (value.isdecimal() and value.isascii() and len(value) < 10):
+                raise ConfigError(f"PP_LINK_{name} must be a number")
         if int(self.port) > 65535:
             raise ConfigError("PP_LINK_PORT must be at most 65535")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LinkSettings":
-        names = (f.name for f in fields(cls))
-        given = {name: environ[f"PP_LINK_{name.upper()}"] for name in names if f"PP_LINK_{name.upper()}" in environ}
-        for name in ("key", "secret"):
-            given.setdefault(name, "")
-        return cls(**given)
+        return cls(**{f.name: environ[v] for f in fields(cls) if (v := f"PP_LINK_{f.name.upper()}") in environ})
 
     def to_environ(self) -> dict[str, str]:
         """The variables to start the process with; `from_environ` is its inverse."""
-        return {f"PP_LINK_{f.name.upper()}": getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {f"PP_LINK_{f.name.upper()}": v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
 
-    def target_address(self) -> tuple[str, int]:
-        host, _, port = self.target.rpartition(":")
-        with contextlib.suppress(ValueError):
-            if ipaddress.ip_address(host.strip("[]")).is_loopback and 0 < int(port) < 65536:
-                return host.strip("[]"), int(port)
-        raise ConfigError(f'PP_LINK_TARGET must be a loopback address and a port, such as 127.0.0.1:6379, not "{self.target}"')
+    @property
+    def relayed(self) -> bool:
+        return self.relay not in ("", "none")
 
     def relay_mode(self) -> iroh.RelayMode:
-        if self.relay in ("", "none"):
+        if not self.relayed:
             return iroh.RelayMode.disabled()
         if self.relay == "default":
             return iroh.RelayMode.default_mode()
@@ -126,6 +118,14 @@ class LinkSettings:
             return iroh.RelayMode.custom_from_urls([url.strip() for url in self.relay.split(",")])
         except iroh.IrohError:
             raise ConfigError(f'PP_LINK_RELAY must be "none", "default" or URLs, not "{self.relay}"') from None
+
+    def target_address(self) -> tuple[str, int]:
+        host, _, port = self.target.rpartition(":")
+        host = host.strip("[]")
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host).is_loopback and 0 < int(port) < 65536:
+                return host, int(port)
+        raise ConfigError(f'PP_LINK_TARGET must be a loopback address and port, 127.0.0.1:6379, not "{self.target}"')
 
     def server_address(self) -> iroh.EndpointAddr:
         try:
@@ -140,13 +140,8 @@ def new_key() -> tuple[str, str]:
     return key.to_bytes().hex(), str(key.public())
 
 
-def new_secret() -> str:
-    """A fresh handshake secret, 32 bytes in hex."""
-    return secrets.token_hex(32)
-
-
 def write_allow(path: Path, ids: Iterable[str]) -> None:
-    """Replace the allow-list at once: a reader sees the old one or the new one, never a part."""
+    """Replace the allow-list at once: a reader finds the old one or the new one, never a part."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
         file.writelines(f"{peer}\n" for peer in ids)
@@ -154,11 +149,11 @@ def write_allow(path: Path, ids: Iterable[str]) -> None:
 
 
 def read_allow(path: Path) -> frozenset[str]:
-    """The allowed peer ids, one a line. Raises LinkError for a file that is missing, too large, or that others can read or write."""
+    """The allowed peer ids, one a line. Raises LinkError when the file is missing, too large, or open to others."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                raise LinkError(f"the allow-list {path} must be the owner's alone; chmod 600 it")
+                raise LinkError(f"the allow-list {path} must be its owner's alone; chmod 600 it")
             text = file.read(MAX_ALLOW_BYTES + 1)
     except OSError as error:
         raise LinkError(f"the allow-list {path} cannot be read: {error.strerror}") from None
@@ -168,56 +163,45 @@ def read_allow(path: Path) -> frozenset[str]:
 
 
 def proof(secret: str, end: str, nonce: bytes, server_id: str, client_id: str) -> bytes:
-    """32 bytes that only a holder of the secret can make, for this nonce and this pair of ids (hex, 64 digits each)."""
-    message = end.encode() + nonce + bytes.fromhex(server_id) + bytes.fromhex(client_id)
-    return hmac.digest(bytes.fromhex(secret), message, hashlib.sha256)
-
-
-def short(peer: str) -> str:
-    return peer[:10]
-
-
-# ---- what both ends do ----
+    """32 bytes that only a holder of the secret can make, for this nonce and this pair of ids (64 hex digits each)."""
+    return hmac.digest(bytes.fromhex(secret), end.encode() + nonce + bytes.fromhex(server_id + client_id), "sha256")
 
 
 @contextlib.asynccontextmanager
 async def open_endpoint(settings: LinkSettings) -> AsyncIterator[iroh.Endpoint]:
-    """Bind the UDP socket and close it politely. The minimal preset keeps this end out of public address records."""
-    bind = settings.bind or ("127.0.0.1:0" if settings.relay in ("", "none") else "0.0.0.0:0")
+    """The UDP socket of this end. The minimal preset publishes no address anywhere."""
+    bind = settings.bind or ("0.0.0.0:0" if settings.relayed else "127.0.0.1:0")
+    options = iroh.EndpointOptions(
+        preset=iroh.preset_minimal(),
+        relay_mode=settings.relay_mode(),
+        bind_addr=bind,
+        secret_key=bytes.fromhex(settings.key),
+        alpns=[ALPN],
+    )
     try:
-        endpoint = await iroh.Endpoint.bind(
-            iroh.EndpointOptions(
-                preset=iroh.preset_minimal(),
-                relay_mode=settings.relay_mode(),
-                bind_addr=bind,
-                secret_key=bytes.fromhex(settings.key),
-                alpns=[ALPN],
-            )
-        )
+        endpoint = await iroh.Endpoint.bind(options)
     except iroh.IrohError:
-        raise LinkError(f"cannot bind UDP {bind}; is PP_LINK_BIND a free local address and port?") from None
+        raise LinkError(f"cannot bind UDP {bind}; PP_LINK_BIND must be a free address of this machine") from None
     try:
         yield endpoint
     finally:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await endpoint.close()
+            await asyncio.wait_for(endpoint.close(), CLOSE_S)
 
 
 async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stream: iroh.BiStream) -> None:
     """Bytes both ways until both directions have ended; any failure, and being cancelled, resets both sides.
 
-    asyncio sets TCP_NODELAY on every TCP transport.
+    TCP_NODELAY needs no call: asyncio sets it on every TCP connection.
     """
-    send, receive = stream.send(), stream.recv()
     clean = False
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(_outward(reader, send))
-            group.create_task(_inward(receive, writer))
+            group.create_task(_send(reader, stream.send()))
+            group.create_task(_receive(stream.recv(), writer))
         clean = True
     except* GONE as errors:
-        log.debug("stream reset: %s", type(errors.exceptions[0]).__name__)
+        log.debug("a stream was reset: %s", type(errors.exceptions[0]).__name__)
     finally:
         if clean:
             writer.close()
@@ -226,13 +210,13 @@ async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, st
             await reset(stream)
 
 
-async def _outward(reader: asyncio.StreamReader, send: iroh.SendStream) -> None:
+async def _send(reader: asyncio.StreamReader, send: iroh.SendStream) -> None:
     while data := await reader.read(CHUNK):
         await send.write_all(data)
     await send.finish()
 
 
-async def _inward(receive: iroh.RecvStream, writer: asyncio.StreamWriter) -> None:
+async def _receive(receive: iroh.RecvStream, writer: asyncio.StreamWriter) -> None:
     while data := await receive.read(CHUNK):
         writer.write(data)
         await writer.drain()
@@ -240,7 +224,7 @@ async def _inward(receive: iroh.RecvStream, writer: asyncio.StreamWriter) -> Non
 
 
 def abort(writer: asyncio.StreamWriter) -> None:
-    """Close with RST. A close alone sends FIN when nothing is unread, which the other side takes for a clean end."""
+    """Close with RST. Without a linger of 0 s it is a FIN whenever nothing is unread: a clean end to the other side."""
     with contextlib.suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
@@ -252,17 +236,13 @@ async def reset(stream: iroh.BiStream) -> None:
             await give_up(FAILED)
 
 
-# ---- serve ----
-
-
 class Server:
-    """Accepts peers of the allow-list, each at most once, and forwards their streams to the target."""
+    """Lets in the peers of the allow-list, one connection each, and forwards their streams to the target."""
 
     def __init__(self, endpoint: iroh.Endpoint, settings: LinkSettings):
-        self.endpoint, self.secret = endpoint, settings.secret
-        self.target, self.allow = settings.target_address(), Path(settings.allow)
-        self.id = str(endpoint.id())
-        self.allowed = read_allow(self.allow)
+        self.endpoint, self.secret, self.id = endpoint, settings.secret, str(endpoint.id())
+        self.target, self.allow_file = settings.target_address(), Path(settings.allow)
+        self.allowed = read_allow(self.allow_file)
         self.peers: dict[str, iroh.Connection] = {}
         self.greeting = 0
 
@@ -275,24 +255,22 @@ class Server:
                 else:
                     group.create_task(self._peer(incoming))
 
-    def _refresh(self) -> None:
-        """Read the allow-list again; one that cannot be read allows nobody."""
+    async def _watch_allow_list(self) -> None:
+        while True:
+            self._enforce_allow_list()
+            await asyncio.sleep(ALLOW_POLL_S)
+
+    def _enforce_allow_list(self) -> None:
+        """Read the list again and cut off who is not on it; a list that cannot be read allows nobody."""
         try:
-            allowed = read_allow(self.allow)
+            self.allowed = read_allow(self.allow_file)
         except LinkError as error:
             if self.allowed:
                 log.error("nobody is allowed: %s", error)
-            allowed = frozenset()
-        self.allowed = allowed
+            self.allowed = frozenset()
         for peer, connection in self.peers.items():
-            if peer not in allowed and connection.close_reason() is None:
-                log.warning("peer %s cut off: no longer allowed", short(peer))
+            if peer not in self.allowed:
                 connection.close(FAILED, NOT_ALLOWED.encode())
-
-    async def _watch_allow_list(self) -> None:
-        while True:
-            self._refresh()
-            await asyncio.sleep(ALLOW_POLL_S)
 
     async def _peer(self, incoming: iroh.Incoming) -> None:
         self.greeting += 1
@@ -301,19 +279,18 @@ class Server:
                 connection = await (await incoming.accept()).connect()
                 control = await self._greet(connection)
         except GONE as error:
-            log.info("a connection failed before its proof: %s", type(error).__name__)
-            return
+            return log.info("a connection ended before its proof: %s", type(error).__name__)
         finally:
             self.greeting -= 1
         if control:
             await self._streams(connection, control)
 
     async def _greet(self, connection: iroh.Connection) -> iroh.BiStream | None:
-        """The control stream of a peer that may come in, None for one that was refused."""
+        """The control stream of a peer that proved itself; None for one that was refused."""
         peer = str(connection.remote_id())
-        self._refresh()  # a peer added a moment ago may dial at once
-        refusal = NOT_ALLOWED if peer not in self.allowed else FULL if len(self.peers) >= MAX_PEERS else ""
-        if not refusal:
+        self._enforce_allow_list()  # a peer added a moment ago may dial at once
+        refusal = NOT_ALLOWED if peer not in self.allowed else FULL if len(self.peers) >= MAX_PEERS else BAD_SECRET
+        if refusal == BAD_SECRET:
             connection.set_max_concurrent_bi_streams(MAX_STREAMS + 1)
             connection.set_receive_window(RECEIVE_WINDOW)
             control = await connection.accept_bi()
@@ -321,8 +298,7 @@ class Server:
             if hmac.compare_digest(hello[32:], proof(self.secret, "connect", hello[:32], self.id, peer)):
                 await control.send().write_all(proof(self.secret, "serve", hello[:32], self.id, peer))
                 return control
-            refusal = BAD_SECRET
-        log.warning("peer %s refused: %s", short(peer), refusal)
+        log.warning("peer %s refused: %s", peer[:10], refusal)
         connection.close(FAILED, refusal.encode())
         return None
 
@@ -331,23 +307,22 @@ class Server:
         if previous := self.peers.get(peer):
             previous.close(FAILED, b"replaced by a newer connection of the same peer")
         self.peers[peer] = connection
-        log.info("peer %s up", short(peer))
+        log.info("peer %s up", peer[:10])
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._echo_beats(control))
                 while True:
                     group.create_task(self._stream(await connection.accept_bi()))
         except* GONE as errors:
-            reason = connection.close_reason() or type(errors.exceptions[0]).__name__
-            log.info("peer %s down: %s", short(peer), reason)
+            log.info("peer %s down: %s", peer[:10], connection.close_reason() or type(errors.exceptions[0]).__name__)
         finally:
-            connection.close(FAILED, b"heartbeat")  # of no effect when it is closed already
+            connection.close(FAILED, b"heartbeat")  # of no effect on one that is closed already
             if self.peers.get(peer) is connection:
                 del self.peers[peer]
 
     async def _echo_beats(self, control: iroh.BiStream) -> None:
         send, receive = control.send(), control.recv()
-        await send.set_priority(1)  # before the data of other streams
+        await send.set_priority(1)  # ahead of the data of other streams
         while True:
             async with asyncio.timeout(DEAD_S):
                 await send.write_all(await receive.read_exact(1))
@@ -364,62 +339,59 @@ class Server:
 
 async def serve(settings: LinkSettings) -> None:
     """Serve until cancelled. Raises ConfigError, LinkError."""
-    settings.target_address()
     async with open_endpoint(settings) as endpoint:
         server = Server(endpoint, settings)
-        if settings.relay not in ("", "none"):
+        if settings.relayed:
             try:
-                async with asyncio.timeout(ONLINE_S):
-                    await endpoint.online()
+                await asyncio.wait_for(endpoint.online(), ONLINE_S)
             except TimeoutError:
-                raise LinkError(f"no relay answered within {ONLINE_S:.0f} s; check PP_LINK_RELAY and the network") from None
+                raise LinkError(f"no relay answered in {ONLINE_S:.0f} s; check PP_LINK_RELAY and the network") from None
         print(json.dumps({"ticket": str(iroh.EndpointTicket.from_addr(endpoint.addr())), "id": server.id}), flush=True)
         await server.run()
-
-
-# ---- connect ----
 
 
 class Client:
     """Keeps one connection to the server and opens a stream on it for every local TCP connection."""
 
     def __init__(self, endpoint: iroh.Endpoint, settings: LinkSettings):
-        self.endpoint, self.secret = endpoint, settings.secret
-        self.address = settings.server_address()
-        self.id, self.server_id = str(endpoint.id()), str(self.address.id())
-        self.connection: iroh.Connection | None = None
+        self.endpoint, self.secret, self.id = endpoint, settings.secret, str(endpoint.id())
+        self.server = settings.server_address()
+        self.server_id = str(self.server.id())
+        self.connection: iroh.Connection | None = None  # None while the link is down
         self.streams = asyncio.Semaphore(MAX_STREAMS)
 
     async def dial(self) -> iroh.BiStream:
         """Connect and exchange proofs; gives the control stream. Raises LinkError."""
         connection = None
+        nonce = secrets.token_bytes(32)
         try:
             async with asyncio.timeout(DIAL_S):
-                connection = await self.endpoint.connect(self.address, ALPN)
+                connection = await self.endpoint.connect(self.server, ALPN)
                 connection.set_receive_window(RECEIVE_WINDOW)
                 control = await connection.open_bi()
-                nonce = secrets.token_bytes(32)
-                await control.send().set_priority(1)  # before the data of other streams
+                await control.send().set_priority(1)  # ahead of the data of other streams
                 await control.send().write_all(nonce + proof(self.secret, "connect", nonce, self.server_id, self.id))
                 answer = await control.recv().read_exact(32)
         except GONE as error:
-            reason = connection and connection.close_reason() or (error.message() if isinstance(error, iroh.IrohError) else "")
-            for refusal, text in REFUSALS.items():
-                if refusal in reason:
-                    raise LinkError(f"link to {short(self.server_id)} " + text.format(id=self.id)) from None
-            raise LinkError(
-                f"link to {short(self.server_id)} unreachable within {DIAL_S:.0f} s; is it up, with the key and address of "
-                "this ticket and the same version?"
-            ) from None
+            raise self._refused(connection, error) from None
         if not hmac.compare_digest(answer, proof(self.secret, "serve", nonce, self.server_id, self.id)):
             connection.close(FAILED, BAD_SECRET.encode())
-            raise LinkError(f"link to {short(self.server_id)} given up: the other side does not know the secret")
+            raise LinkError(f"link to {self.server_id[:10]} given up: the other side does not know PP_LINK_SECRET")
         self.connection = connection
-        log.info("link to %s up", short(self.server_id))
+        log.info("link to %s up", self.server_id[:10])
         return control
 
+    def _refused(self, connection: iroh.Connection | None, error: Exception) -> LinkError:
+        said = error.message() if isinstance(error, iroh.IrohError) else ""
+        said = (connection and connection.close_reason()) or said
+        for refusal, remedy in REMEDY.items():
+            if refusal in said:
+                return LinkError(f"link to {self.server_id[:10]} refused: {refusal}; {remedy.format(id=self.id)}")
+        where = f"link to {self.server_id[:10]} unreachable: no answer within {DIAL_S:.0f} s"
+        return LinkError(f"{where}; is it up, with the address and key of this ticket and the same version?")
+
     async def keep(self, control: iroh.BiStream) -> None:
-        """Beat until the link is dead, dial again, for ever."""
+        """Beat until the link is dead, dial again, and so on for ever."""
         while True:
             await self._beat(control)
             control = await self._redial()
@@ -428,28 +400,29 @@ class Client:
         send, receive = control.send(), control.recv()
         try:
             while True:
-                async with asyncio.timeout(DEAD_S - BEAT_S):
+                async with asyncio.timeout(DEAD_S - BEAT_S):  # the last answer is BEAT_S old
                     await send.write_all(b".")
                     await receive.read_exact(1)
                 await asyncio.sleep(BEAT_S)
         except GONE as error:
             connection, self.connection = self.connection, None
+            reason = (connection and connection.close_reason()) or type(error).__name__
+            log.warning("link to %s down: %s", self.server_id[:10], reason)
             if connection:
-                log.warning("link to %s down: %s", short(self.server_id), connection.close_reason() or type(error).__name__)
-                connection.close(FAILED, b"heartbeat")  # ends every stream of it with an error
+                connection.close(FAILED, b"heartbeat")  # ends each of its streams with an error
 
     async def _redial(self) -> iroh.BiStream:
-        pause, longest = BACKOFF_S
+        pause = BACKOFF_S
         while True:
             try:
                 return await self.dial()
             except LinkError as error:
-                log.warning("%s; again in %.1f s", error, pause)
+                log.warning("%s; next try in %.2f s", error, pause)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, longest)
+            pause = min(2 * pause, LONGEST_BACKOFF_S)
 
     async def stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One local TCP connection. Refused at once while the link is down: its owner knows best when to try again."""
+        """One local TCP connection; reset at once while the link is down: its owner has its own way to try again."""
         if self.connection is None or self.streams.locked():
             return abort(writer)
         async with self.streams:
@@ -461,14 +434,15 @@ class Client:
 
 
 async def connect(settings: LinkSettings) -> None:
-    """Connect and keep the link until cancelled. Raises ConfigError, and LinkError when the first dial fails."""
+    """Connect, and keep the link until cancelled. Raises ConfigError, and LinkError when the first dial fails."""
     async with open_endpoint(settings) as endpoint:
         client = Client(endpoint, settings)
         control = await client.dial()
+        port = int(settings.port)
         try:
-            listener = await asyncio.start_server(client.stream, "127.0.0.1", int(settings.port), limit=CHUNK, backlog=512)
-        except OSError as error:
-            raise LinkError(f"cannot listen on 127.0.0.1:{settings.port}: {error.strerror}; choose another PP_LINK_PORT") from None
+            listener = await asyncio.start_server(client.stream, "127.0.0.1", port, limit=CHUNK, backlog=512)
+        except OSError:
+            raise LinkError(f"cannot listen on 127.0.0.1:{port}; PP_LINK_PORT=0 takes a free port") from None
         print(json.dumps({"port": listener.sockets[0].getsockname()[1], "id": client.id}), flush=True)
         try:
             await client.keep(control)
@@ -476,38 +450,34 @@ async def connect(settings: LinkSettings) -> None:
             listener.close()
 
 
-# ---- the process ----
-
-
 def copy_bytes_in_one_go() -> None:
-    """Let iroh's binding copy a buffer with one memmove.
+    """Let iroh's binding hand bytes to Rust with one memmove.
 
-    uniffi 0.31, which made the binding of iroh 1.2, copies to Rust byte by byte in Python: 145 ms for 1 MiB. Later ones do not.
+    uniffi 0.31, which made the binding of iroh 1.2, copies them one by one in Python: 145 ms for 1 MiB. 0.32 does not.
     """
     if version("iroh").split(".")[:2] != ["1", "2"]:
         return
-    from iroh import iroh_ffi
 
     def write(self: Any, value: Any) -> None:
         with self._reserve(len(value)):
             if value:
                 ctypes.memmove(ctypes.addressof(self.rbuf.data.contents) + self.rbuf.len, bytes(value), len(value))
 
-    iroh_ffi._UniffiRustBufferBuilder.write = write
+    iroh.iroh_ffi._UniffiRustBufferBuilder.write = write  # type: ignore[method-assign]
 
 
 def die_with_parent(settings: LinkSettings) -> None:
-    """Ask Linux for SIGTERM when the thread that started this process ends. Raises LinkError when the parent is gone already."""
+    """Let Linux send SIGTERM when the thread that started this process ends. Raises LinkError if it is gone already."""
     if not settings.die_with_parent or sys.platform != "linux":
         return
     parent = os.getppid() if settings.die_with_parent == "1" else int(settings.die_with_parent)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above, which therefore does nothing
+    if os.getppid() != parent:  # gone before prctl, which then signals nothing
         raise LinkError("the process that started this link is gone")
 
 
-async def until_signalled(end: Callable[[LinkSettings], Coroutine[Any, Any, None]], settings: LinkSettings) -> None:
-    task = asyncio.create_task(end(settings))
+async def until_signalled(end: str, settings: LinkSettings) -> None:
+    task = asyncio.create_task(serve(settings) if end == "serve" else connect(settings))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
@@ -515,15 +485,14 @@ async def until_signalled(end: Callable[[LinkSettings], Coroutine[Any, Any, None
 
 
 def main(args: list[str]) -> int:
-    ends = {"serve": serve, "connect": connect}
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        if len(args) != 1 or args[0] not in ends:
+        if args not in (["serve"], ["connect"]):
             raise ConfigError("usage: python -m pptasks.link serve|connect, with PP_LINK_* in the environment")
         settings = LinkSettings.from_environ(os.environ)
         die_with_parent(settings)
         copy_bytes_in_one_go()
-        asyncio.run(until_signalled(ends[args[0]], settings))
+        asyncio.run(until_signalled(args[0], settings))
     except PPError as error:
         print(f"pptasks.link: {error}", file=sys.stderr)
         return error.exit_code
@@ -532,6 +501,6 @@ def main(args: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    logging.shutdown()
     sys.stdout.flush()
-    os._exit(code)  # iroh's own threads may call back into an interpreter that is shutting down, and crash it
+    sys.stderr.flush()
+    os._exit(code)  # iroh's own threads may otherwise call back into an interpreter that is shutting down, and crash it

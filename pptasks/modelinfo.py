@@ -1,6 +1,4 @@
-"""What a model is, to everyone else: three value objects and how to pick a stage's tensors out of them. They come from
-`models.open_model`.
-"""
+"""What a model is, to everyone else: three value objects that `models.open_model` makes, and what a stage loads of them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -72,9 +70,10 @@ class Model:
         return self.stage_tensors(i, i + 1, embedding=False, readout=False)
 
     def stage_tensors(self, lo: int, hi: int, *, embedding: bool, readout: bool) -> tuple[TensorRef, ...]:
-        """What a stage with the blocks [lo, hi) loads, each tensor once: `embedding` adds the embedding, `readout` the
-        final norm and the output head, which is the embedding when tied. PlanError if the span is none of this
-        model.
+        """What a stage with the blocks [lo, hi) loads, each tensor once.
+
+        `embedding` adds the embedding, `readout` the final norm and the output head, which is the embedding when tied.
+        PlanError if the span is none of this model.
         """
         if not 0 <= lo <= hi <= self.config.n_blocks:
             raise PlanError(f"span [{lo}, {hi}) is outside the {self.config.n_blocks} blocks of {self.name}")

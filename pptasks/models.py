@@ -23,8 +23,7 @@ OnProgress = Callable[[str, int, int], None]  # what ("download"), done, total; 
 
 
 def open_model(spec: str | Path, cache: Path, on_progress: OnProgress | None = None) -> Model:
-    """Open an alias (`hub.ALIASES`; downloaded into `cache` when it is not there), a .gguf file, or a Hugging Face
-    folder.
+    """Open an alias (`hub.ALIASES`; downloaded into `cache` unless it is there), a .gguf file, or a Hugging Face folder.
 
     ModelNotFound: no such alias, file or folder. ModelFileError: a file that is truncated or disagrees with itself.
     Unsupported: an architecture, a property of it, or a tensor type that we do not compute. ModelError: an alias that
@@ -45,8 +44,7 @@ def open_model(spec: str | Path, cache: Path, on_progress: OnProgress | None = N
 
 
 def fingerprint(config: ModelConfig, tensors: Mapping[str, TensorRef]) -> str:
-    """Hex sha256 over the configuration and the sorted (name, shape, type) of the tensors; where they lie does not
-    count.
+    """Hex sha256 over the configuration and the sorted (name, shape, type) of the tensors, wherever they lie.
 
     Two fine-tunes of one base have the same fingerprint: weights are not hashed, so that opening stays cheap.
     """

@@ -14,12 +14,12 @@ from celery.worker import state
 from celery.worker import strategy as celery_strategy
 
 from pptasks.errors import PPError, WireError
+from pptasks.transport import HOP_TASK
 from pptasks.wire import Frame, decode
 
 log = logging.getLogger(__name__)
 
 GENERATE = "pptasks.generate"
-HOP = "pptasks.hop"
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,4 @@ def _no_body(*args: Any, **kwargs: Any) -> None:
 
 
 generate = shared_task(name=GENERATE, Strategy="pptasks.tasks:generate_strategy", acks_late=False, typing=False)(_no_body)
-hop = shared_task(name=HOP, Strategy="pptasks.tasks:hop_strategy", ignore_result=True, send_events=False, typing=False)(_no_body)
+hop = shared_task(name=HOP_TASK, Strategy="pptasks.tasks:hop_strategy", ignore_result=True, send_events=False, typing=False)(_no_body)

@@ -1,5 +1,4 @@
-"""Text to token ids and back, as a model's own files say. Only the head needs this: everything below it knows ids
-alone.
+"""Text to token ids and back, as a model's own files say. Only the head needs this: all below it know ids alone.
 
 text = open_text(model)
 ids = text.encode_chat([{"role": "user", "content": "Say hello"}])
@@ -12,15 +11,15 @@ import codecs
 import re
 from threading import Lock
 
-from pptasks import chat, vocab
+from pptasks import chat, vocab_gguf, vocab_hf
 from pptasks.errors import ModelFileError, RequestError
 from pptasks.modelinfo import Model
 from pptasks.vocab import Vocabulary
 
 
 def open_text(model: Model) -> "Text":
-    """Read the tokenizer and the chat template of `model`. Errors as `vocab.from_gguf` and `vocab.from_folder`."""
-    vocabulary = vocab.from_folder(model.path) if model.path.is_dir() else vocab.from_gguf(model.metadata, model.path)
+    """Read the tokenizer and the chat template of `model`. Errors as `vocab_gguf.read`, `vocab_hf.read`."""
+    vocabulary = vocab_hf.read(model.path) if model.path.is_dir() else vocab_gguf.read(model.metadata, model.path)
     if vocabulary.size > model.config.vocab_size:
         raise ModelFileError(
             f"{model.path}: its tokenizer has {vocabulary.size} entries, its embedding {model.config.vocab_size} rows"
@@ -44,17 +43,15 @@ class Text:
         self._lock = Lock()  # `encode_special_tokens` is a state of the tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as it stands, after bos if the model's files ask for it. A control token's spelling is
-        text like any other.
+        """Token ids of `text` as it stands, after bos if the model's files ask for it.
 
-        RequestError if `text` is no valid Unicode. A character that the vocabulary cannot spell (some have no entry for
+        A control token's spelling is text like any other. RequestError if `text` is no valid Unicode. A character that the vocabulary cannot spell (some have no entry for
         rare bytes) is left out, as the reference tokenizers do.
         """
         return self._with_bos(self._plain(text))
 
     def encode_chat(self, messages: chat.Messages) -> list[int]:
-        """Token ids of the chat in the model's own template (`chat.render`), ready for the assistant's turn; bos once,
-        if it is asked for.
+        """Token ids of the chat in the model's own template (`chat.render`), ready for the assistant's turn.
 
         Control tokens come from the template alone: what looks like one in a message stays text. Errors as
         `chat.render` and `encode`.
@@ -104,9 +101,7 @@ class Text:
 
 
 class Decoder:
-    """One sequence's ids to text, in pieces that never split a character. The pieces, joined, are the text of the
-    whole.
-    """
+    """One sequence's ids to text, in pieces that never split a character; joined, they are the text of the whole."""
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
@@ -114,9 +109,7 @@ class Decoder:
         self._strip = vocabulary.strip_first_space
 
     def push(self, token: int) -> str:
-        """The text that `token` completes: "" for a control token, an id without an entry, or the first bytes of a
-        character.
-        """
+        """The text that `token` completes: "" for a control token, no entry, or the first bytes of a character."""
         v = self._vocabulary
         entry = None if token in v.silent or not 0 <= token < v.size else v.tokenizer.id_to_token(token)
         return self._first(self._utf8.decode(v.spell(entry))) if entry is not None else ""

@@ -125,6 +125,19 @@ class Channel(stock.Channel):
             },
         }
 
+    def _receive_one(self, client: redis.client.PubSub) -> bool | None:
+        """Read and deliver one broadcast."""
+        try:
+            return super()._receive_one(client)
+        except (Empty, redis.RedisError, *CONNECTION_ERRORS):
+            raise
+        except Exception as error:
+            dropped.add("a broadcast channel", f"{type(error).__name__}, no message for a worker")
+            return None
+
+    def _deliver_fanout_message(self, message: Any, exchange: str) -> bool:
+        return super()._deliver_fanout_message(check_envelope(message), exchange)
+
     def basic_consume(self, queue: str, no_ack: bool, callback: Callable[..., Any], consumer_tag: str, **kwargs: Any) -> None:
         super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
         callbacks = self.connection._callbacks
@@ -168,21 +181,26 @@ def check_frame(frame: bytes) -> bytes:
 
 
 def parse_envelope(item: bytes) -> dict[str, Any]:
-    """kombu's JSON envelope. Raises MalformedFrame for anything that cannot be one.
-
-    A compressed body is refused: it could unpack to any size.
-    """
+    """kombu's JSON envelope. Raises MalformedFrame for anything that cannot be one."""
     if len(item) > MAX_ENVELOPE_BYTES:
         raise MalformedFrame(f"a message of {len(item)} bytes is over the limit of {MAX_ENVELOPE_BYTES}")
     if not item.startswith(b"{"):
         raise MalformedFrame(f"{len(item)} bytes that are neither a frame nor an envelope")
     try:
         envelope = loads(bytes_to_str(item))
-        headers, properties = envelope.get("headers") or {}, envelope["properties"]
-        compressed = "compression" in headers
-        tagged = isinstance(properties["delivery_tag"], str)
     except Exception as error:  # kombu's decoder calls constructors on what it finds, so anything can come out of it
         raise MalformedFrame(f"{len(item)} bytes that begin as an envelope and are none ({type(error).__name__})") from None
-    if compressed or not tagged:
-        raise MalformedFrame("an envelope with a compressed body" if compressed else "an envelope without a delivery tag")
-    return envelope
+    return check_envelope(envelope)
+
+
+def check_envelope(envelope: Any) -> dict[str, Any]:
+    """The same envelope. Raises MalformedFrame for one that lacks what kombu needs, or whose body is compressed: it could unpack to any size."""
+    try:
+        headers, tag = envelope.get("headers") or {}, envelope["properties"]["delivery_tag"]
+        if "compression" in headers:
+            raise MalformedFrame("an envelope with a compressed body")
+    except (AttributeError, KeyError, TypeError):
+        raise MalformedFrame("an envelope without headers, properties or delivery tag") from None
+    if not isinstance(tag, str):
+        raise MalformedFrame("an envelope whose delivery tag is no string")
+    return dict(envelope)

@@ -106,7 +106,7 @@ class Engine:
         self._membership.update(phase=phase, done=done, total=total)
 
     def _serve(self, stage: Stage, head: Head | None) -> None:
-        for items in self._drain(head):
+        for items in self._drain():
             for item in items:
                 if isinstance(item, Submit):
                     self._submit(item, head)
@@ -117,12 +117,12 @@ class Engine:
             if head is not None:
                 self._schedule(stage, head)
 
-    def _drain(self, head: Head | None) -> Iterator[list[Hop | Submit]]:
-        """All that is in the inbox; waits for the first, on a head no longer than a tick while it has requests."""
+    def _drain(self) -> Iterator[list[Hop | Submit]]:
+        """All that is in the inbox, as soon as there is something; nothing when a tick passes without."""
         while True:
             items: list[Item] = []
             try:
-                items.append(self.inbox.get(timeout=None if head is None or head.is_idle else TICK_S))
+                items.append(self.inbox.get(timeout=TICK_S))
                 while True:
                     items.append(self.inbox.get_nowait())
             except queue.Empty:
@@ -130,6 +130,7 @@ class Engine:
             yield [item for item in items if not isinstance(item, Stop)]
             if any(isinstance(item, Stop) for item in items):
                 return
+            self._confirm()
 
     def _submit(self, item: Submit, head: Head | None) -> None:
         if head is not None:
@@ -188,3 +189,10 @@ class Engine:
             self._sender.send(queue_name, data)
         except BrokerError as e:
             log.warning("a frame is lost, its lap will be sent again: %s", e)
+
+    def _confirm(self) -> None:
+        """Read the broker's answers to what was sent, so that a dead connection is noticed without the next frame."""
+        try:
+            self._sender.drain()
+        except BrokerError as e:
+            log.warning("frames are lost, their laps will be sent again: %s", e)

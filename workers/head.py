@@ -96,15 +96,6 @@ class Head:
             if session.sequence.request_id in celery_state.revoked:
                 self._end(session, finish_reason="cancelled")
 
-    @property
-    def seconds_to_deadline(self) -> float | None:
-        deadline = self._state.next_deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._sessions
-
     def _open(self, celery_request: Any) -> Session:
         """Raises RequestError."""
         args, kwargs, _ = celery_request._payload

@@ -123,9 +123,6 @@ class State:
         late = {slot for lap in self.laps.values() if lap.deadline <= now for slot in lap.open}
         return [(self.live[s], min(lap.open[s].position for lap in self.laps.values() if s in lap.open)) for s in sorted(late)]
 
-    def next_deadline(self) -> float | None:
-        return min((lap.deadline for lap in self.laps.values()), default=None)
-
     def laps_of(self, slot: int) -> int:
         return sum(slot in lap.open for lap in self.laps.values())
 

@@ -5,6 +5,7 @@ Rows are positions; a lane of `length` rows occupies that many rows of the paylo
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,15 +14,17 @@ from pptasks.plan import Plan
 from pptasks.routing import produces
 from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Lane
 from workers.kv import Place, SlotTable
-from workers.model import Slice
 from workers.sample import sample
 from workers.scheduler import Batch
+
+if TYPE_CHECKING:
+    from workers.model import Slice
 
 
 class Stage:
     """Stage `index` of `plan`: checks a frame, keeps the slots, runs its slice, and makes the frames that go on."""
 
-    def __init__(self, plan: Plan, index: int, run: bytes, slice_: Slice):
+    def __init__(self, plan: Plan, index: int, run: bytes, slice_: "Slice"):
         self.plan, self.index, self.slice = plan, index, slice_
         self._run_id, self._digest = run, plan.digest
         self._wire = DTYPES[plan.wire]

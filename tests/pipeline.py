@@ -1,0 +1,121 @@
+"""A whole pipeline in one process, through real frames: the scheduler, the stages, wire and routing, with nothing between but a list.
+
+A test may drop or double frames with `tamper`, which gets each hop's bytes and returns the bytes to deliver, in order.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pptasks.config import Settings
+from pptasks.modelinfo import Model
+from pptasks.models import open_model
+from pptasks.plan import Plan, make_plan
+from pptasks.routing import HEAD, route
+from pptasks.wire import ErrorCode, Frame, Kind, Sampling, decode, encode, short_id
+from workers import scheduler
+from workers.model import Slice
+from workers.scheduler import State, schedule
+from workers.stage import Stage
+
+SECRET = b"s" * 32
+RUN = short_id("test")
+Tamper = Callable[[bytes], Iterable[bytes]]
+
+
+class Pipeline:
+    """All stages of a plan. `clock` is moved by the test's own faults: an idle pipeline jumps to the next deadline."""
+
+    def __init__(self, model: Model | Path, split: str = "even", stages: int = 1, tamper: Tamper = lambda data: (data,), **settings: object):
+        self.model = model if isinstance(model, Model) else open_model(model, cache=Path("/nonexistent"))
+        self.settings = replace(Settings(), split=split, num_stages=stages, **settings)  # type: ignore[arg-type]
+        self.plan = make_plan(self.model, self.settings)
+        self.stages = [Stage(self.plan, i, RUN, load(self.model, self.plan, i, self.settings.kernels)) for i in range(self.plan.n_stages)]
+        self.tamper = tamper
+        self.hops: list[int] = []  # receiver of each
+        self.clock = 0.0
+        self.state = State(self.plan.slots, self.plan.max_rows, 30.0, next_step=1)
+        self._wire: deque[tuple[int, bytes]] = deque()
+
+    def generate(self, prompt: Sequence[int], max_tokens: int, **kwargs: object) -> list[int]:
+        return self.generate_all([prompt], max_tokens, **kwargs)[0]
+
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling = Sampling(), stop_ids: Iterable[int] = ()
+    ) -> list[list[int]]:
+        """Greedy ids of each prompt, all submitted at once."""
+        sequences = []
+        for prompt in prompts:
+            name = f"request-{np.random.default_rng().integers(1 << 62)}"
+            sequences.append(
+                scheduler.Sequence(name, short_id(name), list(prompt), len(prompt), max_tokens, frozenset(stop_ids), sampling)
+            )
+        self.state.waiting.extend(sequences)
+        while any(True for _ in self.state.sequences()):
+            self._turn()
+        return [sequence.generated for sequence in sequences]
+
+    def _turn(self) -> None:
+        for sequence, position in self.state.overdue(self.clock):
+            self.state.rewind(sequence, position)
+        self.state.admit()
+        batch = schedule(self.state)
+        if batch is not None:
+            self.state.sent(batch, self.clock)
+            self._send(HEAD, self.stages[HEAD].start(batch))
+        elif self._wire:
+            self._deliver(*self._wire.popleft())
+        else:
+            self.clock = min(lap.deadline for lap in self.state.laps.values())
+
+    def _send(self, sender: int, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            receiver = route(self.plan, sender, frame.kind)
+            self._wire.extend((receiver, data) for data in self.tamper(encode(frame, SECRET)))
+
+    def _deliver(self, receiver: int, data: bytes) -> None:
+        self.hops.append(receiver)
+        frame = decode(data, SECRET)
+        stage = self.stages[receiver]
+        if frame.kind is Kind.ACTIVATION:
+            return self._send(receiver, stage.step(frame))
+        if frame.kind is Kind.ERROR:
+            assert frame.error is ErrorCode.CACHE_MISS, frame.payload.tobytes()
+            for _, sequence in self.state.returned(frame.step, frame.lanes):
+                self.state.rewind(sequence, 0)
+            return None
+        tokens = dict(stage.tokens_of(frame))
+        for lane, sequence in self.state.returned(frame.step, frame.lanes):
+            sequence.ids.extend(tokens[lane])
+            if sequence.finish_reason:
+                self.state.end(sequence)
+        return None
+
+
+def load(model: Model, plan: Plan, index: int, kernels: str = "auto") -> Slice:
+    return Slice(
+        model, plan.spans[index], embedding=index == HEAD, readout=index == plan.readout_stage, n_slots=plan.slots, context=plan.context,
+        max_rows=plan.max_rows, kernels=kernels, on_progress=lambda phase, done, total: None,
+    )  # fmt: skip
+
+
+def logits_of(pipeline: Pipeline, ids: Sequence[int]) -> np.ndarray:
+    """Logits at every position of `ids`, float32 (len(ids), V): the hidden state goes through the stages as frames do, in one chunk."""
+    stages, plan = pipeline.stages, pipeline.plan
+    dtype = encode_dtype(plan)
+    x = stages[0].slice.embed(np.array(ids, np.int32))
+    slots, positions = np.zeros(len(ids), np.int32), np.arange(len(ids), dtype=np.int32)
+    for i, stage in enumerate(stages):
+        x = stage.slice.forward(x, slots, positions)
+        if i < plan.n_stages - 1 or plan.is_ring:
+            x = x.astype(dtype).astype(np.float32)
+    return stages[plan.readout_stage].slice.logits(x)
+
+
+def encode_dtype(plan: Plan) -> np.dtype:
+    from pptasks.wire import DTYPES
+
+    return DTYPES[plan.wire]
