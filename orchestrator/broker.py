@@ -63,7 +63,7 @@ class EmbeddedBroker:
     def __init__(self, port: int | None = None):
         self.port = port or 0
         self._any_port = not port
-        self._password = secrets.token_urlsafe(24)  # one for the object's life, so that a restart keeps the URL
+        self._password = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
 
@@ -87,6 +87,7 @@ class EmbeddedBroker:
         for _ in range(_PORT_TRIES if self._any_port else 1):
             port = _free_port() if self._any_port else self.port
             if self._start(port):
+                self._any_port = False  # started again, the same object serves the same URL
                 return self
         raise BrokerError(
             f"port {self.port} on {HOST} is in use: stop what listens there, or give another port"

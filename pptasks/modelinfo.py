@@ -1,4 +1,4 @@
-"""What a model is, to everyone else: three value objects that `models.open_model` makes, and what a stage loads of them."""
+"""What a model is, to everyone else: three value objects from `models.open_model`, and what a stage loads."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ OnProgress = Callable[[str, int, int], None]  # what ("download"), done, total; 
 
 
 def open_model(spec: str | Path, cache: Path, on_progress: OnProgress | None = None) -> Model:
-    """Open an alias (`hub.ALIASES`; downloaded into `cache` unless it is there), a .gguf file, or a Hugging Face folder.
+    """Open an alias (`hub.ALIASES`, downloaded into `cache` unless there), a .gguf file, or a Hugging Face folder.
 
     ModelNotFound: no such alias, file or folder. ModelFileError: a file that is truncated or disagrees with itself.
     Unsupported: an architecture, a property of it, or a tensor type that we do not compute. ModelError: an alias that

@@ -119,9 +119,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _locate(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
-    dtype, shape, offsets = (
-        entry.get(k) if isinstance(entry, dict) else None for k in ("dtype", "shape", "data_offsets")
-    )
+    fields = entry if isinstance(entry, dict) else {}
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
     well_formed = (
         isinstance(dtype, str)
         and isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(_is_count, shape))
@@ -141,9 +142,8 @@ def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], data_start: in
     at, last = data_start, "the header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
-            raise ModelFileError(
-                f"{path}: {last} and tensor {name!r} {'overlap' if tensor.offset < at else 'leave a hole'}"
-            )
+            problem = "overlap" if tensor.offset < at else "leave a hole"
+            raise ModelFileError(f"{path}: {last} and tensor {name!r} {problem}")
         at, last = tensor.offset + tensor.nbytes, f"tensor {name!r}"
     if at != size:
         raise ModelFileError(

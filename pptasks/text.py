@@ -8,7 +8,6 @@ print(decoder.finish())
 """
 
 import codecs
-import re
 from threading import Lock
 
 from pptasks import chat, vocab_gguf, vocab_hf
@@ -21,9 +20,8 @@ def open_text(model: Model) -> "Text":
     """Read the tokenizer and the chat template of `model`. Errors as `vocab_gguf.read`, `vocab_hf.read`."""
     vocabulary = vocab_hf.read(model.path) if model.path.is_dir() else vocab_gguf.read(model.metadata, model.path)
     if vocabulary.size > model.config.vocab_size:
-        raise ModelFileError(
-            f"{model.path}: its tokenizer has {vocabulary.size} entries, its embedding {model.config.vocab_size} rows"
-        )
+        counts = f"{vocabulary.size} entries, its embedding {model.config.vocab_size} rows"
+        raise ModelFileError(f"{model.path}: its tokenizer has {counts}")
     return Text(vocabulary)
 
 
@@ -39,16 +37,15 @@ class Text:
         self.bos_id = vocabulary.bos_id
         self.stop_ids = vocabulary.stop_ids
         self._vocabulary = vocabulary
-        self._control = _pattern(vocabulary)
         self._lock = Lock()  # `encode_special_tokens` is a state of the tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it stands, after bos if the model's files ask for it.
 
-        A control token's spelling is text like any other. RequestError if `text` is no valid Unicode. A character that the vocabulary cannot spell (some have no entry for
-        rare bytes) is left out, as the reference tokenizers do.
+        A control token's spelling is text like any other. A character that the vocabulary cannot spell (some have no
+        entry for rare bytes) is left out, as the reference tokenizers do. RequestError: `text` is no valid Unicode.
         """
-        return self._with_bos(self._plain(text))
+        return self._with_bos(self._tokenize(text, control=False))
 
     def encode_chat(self, messages: chat.Messages) -> list[int]:
         """Token ids of the chat in the model's own template (`chat.render`), ready for the assistant's turn.
@@ -59,17 +56,12 @@ class Text:
         v = self._vocabulary
         rendered = chat.render(v.template, messages, v.control, v.names)
         if v.template is None:
-            return self._with_bos(self._plain(rendered.text))
-        if not rendered.disguise:
-            return self._with_bos(self._tokenize(rendered.text, control=True))
-        ids: list[int] = []
-        at = 0
-        for match in self._control.finditer(rendered.text):
-            token = match.group() if match.group() in v.control else match.group().strip()
-            ids += self._plain(rendered.reveal(rendered.text[at : match.start()]))
-            ids.append(v.tokenizer.token_to_id(token))
-            at = match.end()
-        return self._with_bos(ids + self._plain(rendered.reveal(rendered.text[at:])))
+            ids = self._tokenize(rendered.text, control=False)
+        elif not rendered.disguise:
+            ids = self._tokenize(rendered.text, control=True)
+        else:
+            ids = self._tokenize_disguised(rendered)
+        return self._with_bos(ids)
 
     def decoder(self) -> "Decoder":
         """A decoder for one sequence of generated ids."""
@@ -80,8 +72,14 @@ class Text:
         decoder = self.decoder()
         return "".join(map(decoder.push, ids)) + decoder.finish()
 
-    def _plain(self, text: str) -> list[int]:
-        return self._tokenize(text, control=False) if text else []
+    def _tokenize_disguised(self, rendered: chat.Rendered) -> list[int]:
+        """The control tokens that show are the template's; what lies between them is text, disguised or not."""
+        control, ids, at = self._vocabulary.control, list[int](), 0
+        for match in self._vocabulary.control_pattern.finditer(rendered.text):
+            ids += self._tokenize(rendered.reveal(rendered.text[at : match.start()]), control=False)
+            ids.append(control[match.group() if match.group() in control else match.group().strip()])
+            at = match.end()
+        return ids + self._tokenize(rendered.reveal(rendered.text[at:]), control=False)
 
     def _tokenize(self, text: str, *, control: bool) -> list[int]:
         tokenizer = self._vocabulary.tokenizer
@@ -123,10 +121,3 @@ class Decoder:
             self._strip = False
             return text.removeprefix(" ")
         return text
-
-
-def _pattern(vocabulary: Vocabulary) -> re.Pattern[str]:
-    """Matches a control token, the longest where several begin, with the white space that it swallows."""
-    tokens = sorted(vocabulary.control.values(), key=lambda t: len(t.content), reverse=True)
-    alternatives = ((r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "") for t in tokens)
-    return re.compile("|".join(alternatives) or r"(?!)")

@@ -5,7 +5,8 @@ lets a stream of ids be cut anywhere.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ Spell = Callable[[str], bytes]
 class Vocabulary:
     tokenizer: Tokenizer
     size: int  # highest id + 1
-    control: Mapping[str, AddedToken]  # tokens that stand for no text, by their spelling
+    control: Mapping[str, int]  # tokens that stand for no text: spelling -> id
+    control_pattern: re.Pattern[str]  # finds the longest of them, with the white space that it swallows
     silent: frozenset[int]  # ids that decode to nothing: the control tokens and unused entries
     spell: Spell  # an entry -> the UTF-8 bytes it stands for
     strip_first_space: bool  # the text's first space belongs to the encoding, not to the text
@@ -58,21 +60,32 @@ def make(
     if template is not None and len(template) > MAX_TEMPLATE:
         raise ModelFileError(f"{source}: its chat template has over {MAX_TEMPLATE} characters")
     added = tokenizer.get_added_tokens_decoder()
-    control_ids = {token.content: i for i, token in added.items() if token.special}
+    control = {token.content: i for i, token in added.items() if token.special}
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     spell, strip_first_space = _spelling(decoder, source)
     return Vocabulary(
         tokenizer=tokenizer,
         size=max([tokenizer.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)]),
-        control={text: added[i] for text, i in control_ids.items()},
-        silent=frozenset(control_ids.values()).union(unused),
+        control=control,
+        control_pattern=_pattern(added[i] for i in control.values()),
+        silent=frozenset(control.values()).union(unused),
         spell=spell,
         strip_first_space=strip_first_space,
         bos_id=bos_id,
         add_bos=add_bos and bos_id is not None,
-        stop_ids=frozenset(eos_ids).union(control_ids[text] for text in TURN_ENDS if text in control_ids),
+        stop_ids=frozenset(eos_ids).union(control[text] for text in TURN_ENDS if text in control),
         template=template,
         names=names,
+    )
+
+
+def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
+    longest_first = sorted(tokens, key=lambda t: len(t.content), reverse=True)
+    return re.compile(
+        "|".join(
+            (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "") for t in longest_first
+        )
+        or r"(?!)"
     )
 
 
@@ -89,11 +102,14 @@ def _spelling(decoder: Mapping[str, Any], source: Path) -> tuple[Spell, bool]:
     if kinds == ["Metaspace"] and steps[0].get("replacement") == "▁":
         return _spell_metaspace, steps[0].get("prepend_scheme") != "never"
     replaced = [(step.get("pattern"), step.get("content")) for step in steps if step.get("type") == "Replace"]
-    stripped = [(step.get("content"), step.get("start"), step.get("stop")) for step in steps if step.get("type") == "Strip"]
+    stripped = [tuple(map(step.get, ("content", "start", "stop"))) for step in steps if step.get("type") == "Strip"]
     known = set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
     if known and replaced == [({"String": "▁"}, " ")] and stripped in ([], [(" ", 1, 0)]):
         return (_spell_byte_fallback if "ByteFallback" in kinds else _spell_metaspace), bool(stripped)
-    raise Unsupported(f"{source}: has decoder {' + '.join(map(str, kinds))}; supported: ByteLevel, Metaspace, SentencePiece's")
+    found = " + ".join(map(str, kinds))
+    raise Unsupported(
+        f"{source}: has decoder {found}; supported: ByteLevel, Metaspace, SentencePiece's with ByteFallback"
+    )
 
 
 def _alphabet() -> dict[str, int]:

@@ -31,7 +31,9 @@ def read(metadata: Mapping[str, Any], path: Path) -> vocab.Vocabulary:
     tokens = _array(metadata, "tokens", str, path)
     types = _array(metadata, "token_type", int, path)
     if len(set(tokens)) != len(tokens) or len(types) != len(tokens):
-        raise ModelFileError(f"{path}: {len(tokens)} tokens, {len(set(tokens))} of them different, and {len(types)} types")
+        raise ModelFileError(
+            f"{path}: {len(tokens)} tokens, {len(set(tokens))} of them different, and {len(types)} types"
+        )
     tokenizer = _build(tokens, types, _array(metadata, "merges", str, path), PRESETS[pre], path)
 
     def token_id(name: str) -> int | None:
@@ -82,9 +84,11 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def _build(tokens: tuple[str, ...], types: tuple[int, ...], merges: tuple[str, ...], preset: Preset, path: Path) -> Tokenizer:
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+def _build(
+    tokens: tuple[str, ...], types: tuple[int, ...], merges: tuple[str, ...], preset: Preset, path: Path
+) -> Tokenizer:
     try:
+        pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
         bpe = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, ignore_merges=preset.ignore_merges)
     except Exception as e:  # the library raises nothing narrower
         raise ModelFileError(f"{path}: its vocabulary cannot be built: {e}") from e

@@ -49,10 +49,10 @@ def load(refs: Sequence[TensorRef], on_progress: OnProgress) -> Iterator[tuple[s
         done += ref.nbytes
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """np.empty whose first byte is aligned to ALIGNMENT."""
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """np.zeros whose first byte is aligned to ALIGNMENT. What is never written costs no memory."""
     nbytes = prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
@@ -70,7 +70,7 @@ class _TooLarge(Exception):
 def _read(ref: TensorRef, dtype: str, advance: Callable[[int], None]) -> Weight:
     rows = ref.shape[0] if len(ref.shape) > 1 else 1
     width = prod(ref.shape) // rows
-    out = aligned_empty((rows, width), FLOATS[dtype])
+    out = aligned_zeros((rows, width), FLOATS[dtype])
     to = _half_split_rows(rows, ref.interleaved_heads) if ref.interleaved_heads else None
     row_bytes = ref.nbytes // rows
     step = max(1, CHUNK_ELEMENTS // width)
