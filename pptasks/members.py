@@ -82,6 +82,7 @@ class Membership:
             self._client, keys.lock(stage), timeout=TTL_S, blocking=False, thread_local=False
         )
         self._watch_lease, self._on_gone = watch_lease, on_gone
+        self._guard = threading.Lock()
         self._changed, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="members", daemon=True)
 
@@ -100,12 +101,9 @@ class Membership:
 
     def update(self, **changes: Any) -> None:
         """Change what the worker says of itself; sent soon, at most ten times a second."""
-        self._member = replace(self._member, **changes)
+        with self._guard:
+            self._member = replace(self._member, **changes)
         self._changed.set()
-
-    @property
-    def member(self) -> Member:
-        return self._member
 
     def leave(self) -> None:
         """Say a last word (a failure stays readable for a TTL), give the lock back."""
@@ -152,7 +150,7 @@ class Membership:
             return self._lock.acquire(blocking=False)
 
     def _publish(self) -> None:
-        self._member = member = replace(self._member, rss_bytes=psutil.Process().memory_info().rss)
+        member = replace(self._member, rss_bytes=psutil.Process().memory_info().rss)
         with self._client.pipeline(transaction=False) as pipe:
             pipe.set(self._keys.member(member.stage), json.dumps(asdict(member)), px=int(TTL_S * 1000))
             if member.state == "ready":

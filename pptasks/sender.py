@@ -1,10 +1,11 @@
 """Send behind: put frames on queues without waiting for the broker's answer.
 
-One `HopSender` belongs to one thread, the engine. A frame is one LPUSH on a connection that is kept; the answers are read when the
-next frame is sent or `drain` is called, so a hop costs one trip to the broker and no round trip.
+One `HopSender` belongs to one thread, the engine. A frame is one LPUSH on a connection that is kept; the answers are
+read when the next frame is sent or `drain` is called, so a hop costs one trip to the broker and no round trip.
 
-A frame counts as confirmed when its answer has been read. When the connection breaks, or an answer is overdue, everything not yet
-confirmed is sent once more on a new connection. That can deliver a frame twice, which the stages drop.
+A frame counts as confirmed when its answer has been read. When the connection breaks, or an answer is overdue,
+everything not yet confirmed is sent once more on a new connection. That can deliver a frame twice, which the stages
+drop.
 """
 
 import time
@@ -24,6 +25,8 @@ from pptasks.transport import CONNECTION_ERRORS, check_frame
 MAX_UNCONFIRMED_BYTES = 64 << 20
 ANSWER_TIMEOUT_S = 5.0
 _PIECE_BYTES = 256 << 10  # the socket's timeout applies to each piece: a slow line is not a dead one
+
+_CANNOT_CONNECT: tuple[type[Exception], ...] = (*CONNECTION_ERRORS, ResponseError)
 
 logger = get_logger(__name__)
 
@@ -45,7 +48,7 @@ class HopSender:
             self._broker.connect()
             self._channel = self._broker.channel()
             self._connection = self._channel.pool.get_connection()
-        except (*CONNECTION_ERRORS, ResponseError) as error:
+        except _CANNOT_CONNECT as error:
             self._broker.release()
             raise BrokerError(f"cannot reach the broker at {self._where}: {error}") from None
 
@@ -56,8 +59,8 @@ class HopSender:
     def send(self, queue: str, frame: bytes) -> None:
         """Put `frame` on `queue` (its Celery name, without the prefix).
 
-        Raises MalformedFrame for bytes that a receiver would drop, and BrokerError when the broker refused an earlier frame or cannot be
-        reached. After a BrokerError nothing is kept: this frame and the unconfirmed ones may be lost, as any hop may.
+        Raises MalformedFrame for bytes that a receiver would drop, and BrokerError when the broker refused an earlier
+        frame or cannot be reached. After a BrokerError this frame is not on its way, and unconfirmed ones may be lost.
         """
         command = _lpush(self._channel.hop_key(queue), check_frame(frame))
         self.drain()
@@ -69,12 +72,15 @@ class HopSender:
             self._send_again(error)
 
     def drain(self) -> None:
-        """Read the answers that have come, without waiting unless too many bytes are unconfirmed. Raises BrokerError as `send` does.
+        """Read the answers that have come; wait for some only when too many bytes are unconfirmed.
 
-        An engine that calls it now and then, also when it has nothing to send, finds a dead connection without waiting for a deadline.
+        Raises BrokerError as `send` does. An engine that calls it now and then, also when it has nothing to send, finds
+        a dead connection without waiting for a deadline.
         """
         try:
-            while self._unconfirmed and (self._unconfirmed_bytes > MAX_UNCONFIRMED_BYTES or self._connection.can_read(timeout=0)):
+            while self._unconfirmed and (
+                self._unconfirmed_bytes > MAX_UNCONFIRMED_BYTES or self._connection.can_read(timeout=0)
+            ):
                 self._read_answer()
             if self._unconfirmed and time.monotonic() - self._unconfirmed[0].at > ANSWER_TIMEOUT_S:
                 raise TimeoutError(f"no answer for {ANSWER_TIMEOUT_S:.0f} s")
@@ -89,21 +95,28 @@ class HopSender:
     def __enter__(self) -> "HopSender":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _read_answer(self) -> None:
         try:
             self._connection.read_response()
         except ResponseError as error:  # out of memory, read-only, not permitted: the connection itself is sound
+            self._forget_first()
             logger.error("the broker at %s refused a frame: %s", self._where, error)
             raise BrokerError(f"the broker at {self._where} refused a frame: {error}") from None
-        finally:
-            self._unconfirmed_bytes -= len(self._unconfirmed.popleft().command)
+        self._forget_first()
+
+    def _forget_first(self) -> None:
+        self._unconfirmed_bytes -= len(self._unconfirmed.popleft().command)
 
     def _send_again(self, cause: Exception) -> None:
         """Connect anew and send what is unconfirmed, once."""
-        logger.warning("lost the broker at %s (%s); connecting again to send %d frames", self._where, cause, len(self._unconfirmed))
+        logger.warning(
+            "lost the broker at %s (%s); connecting again to send %d frames", self._where, cause, len(self._unconfirmed)
+        )
         try:
             self._connection.disconnect()
             self._connection.connect()
@@ -111,7 +124,7 @@ class HopSender:
             self._unconfirmed = deque(_Sent(command, time.monotonic()) for command in commands)
             for command in commands:
                 self._write(command)
-        except (*CONNECTION_ERRORS, ResponseError) as error:
+        except _CANNOT_CONNECT as error:
             lost = len(self._unconfirmed)
             self._unconfirmed.clear()
             self._unconfirmed_bytes = 0

@@ -2,15 +2,17 @@
 
 Set it with `broker_transport = "pptasks.transport:Transport"`. A list item on Redis is either
 
-- a frame, which begins with `wire.MAGIC`: no envelope, no base64, the bytes that `wire.encode` made. It reaches Celery as a message
-  for the task `HOP_TASK` with the frame as its raw body; or
-- kombu's own JSON envelope, which begins with `{`: tasks, replies, broadcasts and events pass exactly as in the stock transport.
+- a frame, which begins with `wire.MAGIC`: no envelope, no base64, the bytes that `wire.encode` made. It reaches Celery
+  as a message for the task `HOP_TASK` with the frame as its raw body; or
+- kombu's own JSON envelope, which begins with `{`: tasks, replies, broadcasts and events pass exactly as in the stock
+  transport.
 
-Anything else, and anything whose handling raises something other than a broken connection, is counted in `dropped`, logged at most
-every few seconds, and forgotten: what a stranger writes to a queue never stops a worker. Message contents are not logged.
+Anything else, and anything whose handling raises something other than a broken connection, is counted in `dropped`,
+logged at most every few seconds, and forgotten: what a stranger writes to a queue never stops a worker. Message
+contents are not logged.
 
-Delivery is at most once (no acknowledgement emulation): the head repeats a lap that is lost. Sending frames with the least delay is
-`sender.HopSender`; both name queues through `Channel.hop_key`, so the key prefix has one home.
+Delivery is at most once (no acknowledgement emulation): the head repeats a lap that is lost. `sender.HopSender` sends
+frames with the least delay.
 """
 
 import time
@@ -23,7 +25,6 @@ from typing import Any
 import redis
 from kombu.log import get_logger
 from kombu.transport import redis as stock
-from kombu.transport import virtual
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
 
@@ -34,11 +35,15 @@ HOP_CONTENT_TYPE = "application/x-pptasks-frame"
 HOP_TASK = "pptasks.hop"
 MAX_ENVELOPE_BYTES = 16 << 20
 
-# Both timeouts together find a half-open TCP connection in seconds; one alone takes a minute or for ever. BRPOP asks in slices of 1 s.
+# Both timeouts together find a half-open TCP connection in seconds; one alone takes a minute or for ever. BRPOP asks in
+# slices of 1 s.
 OPTIONS = {"socket_timeout": 5.0, "socket_connect_timeout": 5.0, "socket_keepalive": True, "health_check_interval": 3}
 
 # kombu counts KeyError as a lost connection too; here it is a message that lacks something.
-CONNECTION_ERRORS: tuple[type[Exception], ...] = tuple(e for e in stock.Transport.connection_errors if e is not KeyError)
+CONNECTION_ERRORS: tuple[type[Exception], ...] = tuple(
+    e for e in stock.Transport.connection_errors if e is not KeyError
+)
+_FROM_REDIS: tuple[type[Exception], ...] = (Empty, redis.RedisError, *CONNECTION_ERRORS)
 
 logger = get_logger(__name__)
 
@@ -63,7 +68,7 @@ dropped = Dropped()
 
 class Channel(stock.Channel):
     ack_emulation = False
-    priority_steps = [0]
+    priority_steps = (0,)
     _kept: redis.Redis | None = None
 
     @contextmanager
@@ -76,7 +81,7 @@ class Channel(stock.Channel):
         yield client
 
     def hop_key(self, queue: str) -> bytes:
-        """The Redis key of a stage's queue: what `_put` and BRPOP use too."""
+        """The Redis key of a queue, for those who do not go through kombu's client, which puts the prefix before it."""
         return f"{self.global_keyprefix}{queue}".encode()
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
@@ -129,7 +134,7 @@ class Channel(stock.Channel):
         """Read and deliver one broadcast."""
         try:
             return super()._receive_one(client)
-        except (Empty, redis.RedisError, *CONNECTION_ERRORS):
+        except _FROM_REDIS:
             raise
         except Exception as error:
             dropped.add("a broadcast channel", f"{type(error).__name__}, no message for a worker")
@@ -138,13 +143,15 @@ class Channel(stock.Channel):
     def _deliver_fanout_message(self, message: Any, exchange: str) -> bool:
         return super()._deliver_fanout_message(check_envelope(message), exchange)
 
-    def basic_consume(self, queue: str, no_ack: bool, callback: Callable[..., Any], consumer_tag: str, **kwargs: Any) -> None:
+    def basic_consume(
+        self, queue: str, no_ack: bool, callback: Callable[..., Any], consumer_tag: str, **kwargs: Any
+    ) -> None:
         super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
         callbacks = self.connection._callbacks
         callbacks[queue] = partial(self._deliver_guarded, queue, callbacks[queue])
 
     def _deliver_guarded(self, queue: str, deliver: Callable[[Any], Any], raw: Any) -> None:
-        """Hand a message to its consumer; one that the consumer cannot take is dropped, and gives its prefetch slot back."""
+        """Hand a message to its consumer. One that it cannot take is dropped and gives its prefetch slot back."""
         try:
             deliver(raw)
         except CONNECTION_ERRORS:
@@ -172,7 +179,7 @@ class Transport(stock.Transport):
 
 
 def check_frame(frame: bytes) -> bytes:
-    """The same bytes. Raises MalformedFrame for what a receiver would drop unread; the rest is for `wire.decode` to judge."""
+    """The same bytes. Raises MalformedFrame for what a receiver would drop unread; `wire.decode` judges the rest."""
     if not frame.startswith(MAGIC):
         raise MalformedFrame(f"{len(frame)} bytes that do not begin as a frame")
     if len(frame) > MAX_FRAME_BYTES:
@@ -189,12 +196,17 @@ def parse_envelope(item: bytes) -> dict[str, Any]:
     try:
         envelope = loads(bytes_to_str(item))
     except Exception as error:  # kombu's decoder calls constructors on what it finds, so anything can come out of it
-        raise MalformedFrame(f"{len(item)} bytes that begin as an envelope and are none ({type(error).__name__})") from None
+        raise MalformedFrame(
+            f"{len(item)} bytes that begin as an envelope and are none ({type(error).__name__})"
+        ) from None
     return check_envelope(envelope)
 
 
 def check_envelope(envelope: Any) -> dict[str, Any]:
-    """The same envelope. Raises MalformedFrame for one that lacks what kombu needs, or whose body is compressed: it could unpack to any size."""
+    """The same envelope. Raises MalformedFrame for one that lacks what kombu needs.
+
+    A compressed body is refused: it could unpack to any size.
+    """
     try:
         headers, tag = envelope.get("headers") or {}, envelope["properties"]["delivery_tag"]
         if "compression" in headers:

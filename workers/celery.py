@@ -6,6 +6,7 @@ A bootstep starts what serves the stage before Celery's consumer takes the first
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from functools import partial
@@ -59,6 +60,15 @@ class StageStep(bootsteps.StartStopStep):
         self._membership.join()
         worker.engine = Engine(settings, self._membership, partial(HopSender, app), self._reporter, partial(self._failed, worker))
         worker.engine.start()
+
+    def register_with_event_loop(self, worker: Any, hub: Any) -> None:
+        """Wake Celery's loop when a signal comes; it would look for one only at its next timer, a second later."""
+        ours, python = socket.socketpair()
+        for end in (ours, python):
+            end.setblocking(False)
+        signal.set_wakeup_fd(python.fileno(), warn_on_full_buffer=False)
+        hub.add_reader(ours.fileno(), ours.recv, 64)
+        self._wakeup = ours, python
 
     def stop(self, worker: Any) -> None:
         if worker.engine is not None:

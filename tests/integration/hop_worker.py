@@ -1,6 +1,7 @@
 """A small Celery app on the hop transport: what the tests start as a real worker process.
 
-    HOP_BROKER=redis://... HOP_PREFIX=pp:x: HOP_FORWARD=queue python -m celery -A tests.integration.hop_worker worker -Q queue -P solo
+    HOP_BROKER=redis://... HOP_PREFIX=pp:x: HOP_FORWARD=out \\
+        python -m celery -A tests.integration.hop_worker worker -Q stage0 -P solo
 
 The Strategy of the hop task only hands the bytes to an inbox; a thread forwards each frame to the queue HOP_FORWARD.
 """

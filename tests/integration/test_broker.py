@@ -88,7 +88,10 @@ def test_it_dies_with_its_parent_even_after_sigkill(wait_until) -> None:
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
         os.kill(parent.pid, signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, what="the broker's end")
+    wait_until(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE,
+        what="the broker's end",
+    )
 
 
 def test_ctrl_c_of_the_terminal_is_not_the_brokers(broker: EmbeddedBroker) -> None:

@@ -1,6 +1,7 @@
 """The link as it is used: two processes, a real iroh connection on loopback, a real Redis behind it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -188,46 +189,38 @@ def test_many_connections_at_once(shared: Pair, broker: EmbeddedBroker) -> None:
 
 
 @pytest.fixture
-def target() -> Iterator[socket.socket]:
-    """A listening socket for tests that play the broker themselves."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def sockets(tmp_path: Path) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The two ends (near, far) of one TCP connection through a link whose target is this test; one byte has passed."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ends = Ends(tmp_path, listener.getsockname()[1])
+        stack.callback(ends.close)
+        near = stack.enter_context(socket.create_connection(("127.0.0.1", ends.pair().port), timeout=5))
+        near.sendall(b"?")
         listener.settimeout(5)
-        yield listener
+        far = stack.enter_context(listener.accept()[0])
+        far.settimeout(5)
+        assert far.recv(1) == b"?"
+        yield near, far
 
 
-def both_sides(target: socket.socket, tmp_path: Path) -> tuple[Ends, socket.socket, socket.socket]:
-    """A link to `target`, and the two ends of one TCP connection through it, after one byte."""
-    ends = Ends(tmp_path, target.getsockname()[1])
-    near = socket.create_connection(("127.0.0.1", ends.pair().port), timeout=5)
-    near.sendall(b"?")
-    far, _ = target.accept()
-    far.settimeout(5)
-    assert far.recv(1) == b"?"
-    return ends, near, far
+def test_a_half_close_is_forwarded(sockets: tuple[socket.socket, socket.socket]) -> None:
+    near, far = sockets
+    near.sendall(b"x" * 100_000)
+    near.shutdown(socket.SHUT_WR)
+    received = b"".join(iter(lambda: far.recv(65536), b""))  # until the end of that direction
+    far.sendall(b"%d" % len(received))  # the other one still works
+    far.close()
+    assert b"".join(iter(lambda: near.recv(65536), b"")) == b"100000"
 
 
-def test_a_half_close_is_forwarded(target: socket.socket, tmp_path: Path) -> None:
-    ends, near, far = both_sides(target, tmp_path)
-    with near, far:
-        near.sendall(b"x" * 100_000)
-        near.shutdown(socket.SHUT_WR)
-        received = b"".join(iter(lambda: far.recv(65536), b""))  # until the end of that direction
-        far.sendall(b"%d" % len(received))  # the other one still works
-        far.close()
-        assert b"".join(iter(lambda: near.recv(65536), b"")) == b"100000"
-    ends.close()
-
-
-@pytest.mark.parametrize("breaks", ["near", "far"])
-def test_a_reset_arrives_as_a_reset(breaks: str, target: socket.socket, tmp_path: Path) -> None:
-    ends, near, far = both_sides(target, tmp_path)
-    broken, other = (near, far) if breaks == "near" else (far, near)
-    with near, far:
-        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        broken.close()
-        with pytest.raises(ConnectionResetError):
-            other.recv(1)
-    ends.close()
+@pytest.mark.parametrize("breaks", [0, 1], ids=["near", "far"])
+def test_a_reset_arrives_as_a_reset(breaks: int, sockets: tuple[socket.socket, socket.socket]) -> None:
+    broken, other = sockets[breaks], sockets[1 - breaks]
+    broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    broken.close()
+    with pytest.raises(ConnectionResetError):
+        other.recv(1)
 
 
 # ---- who may come in ----
@@ -264,6 +257,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused(ends: Ends) -> None:
         settings, _ = ends.connecting(str(iroh.EndpointTicket.from_addr(endpoint.addr())))
         end = ends.start("connect", settings)
         incoming = await asyncio.wait_for(endpoint.accept_next(), READY_S)
+        assert incoming
         connection = await (await incoming.accept()).connect()
         control = await connection.accept_bi()
         hello = await control.recv().read_exact(64)
@@ -373,7 +367,11 @@ def test_an_end_goes_with_its_parent(ends: Ends, wait_until: Callable[..., None]
         assert parent.stdout and b"ticket" in parent.stdout.readline()
         (child,) = psutil.Process(parent.pid).children()
         parent.kill()
-        wait_until(lambda: not child.is_running(), timeout=3, what="the end of a link whose parent was killed")
+        try:
+            wait_until(lambda: not child.is_running(), timeout=3, what="the end of a link whose parent was killed")
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def test_an_end_whose_parent_is_gone_does_not_start(ends: Ends) -> None:

@@ -2,6 +2,7 @@
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import iroh
 import pytest
@@ -101,8 +102,9 @@ def test_a_proof_depends_on_everything_that_it_speaks_of() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 15, 17, 1 << 20])
 def test_bytes_reach_rust_unchanged(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    binding = iroh.iroh_ffi
-    monkeypatch.setattr(binding._UniffiRustBufferBuilder, "write", binding._UniffiRustBufferBuilder.write)  # undone after
+    binding: Any = iroh.iroh_ffi
+    builder = binding._UniffiRustBufferBuilder
+    monkeypatch.setattr(builder, "write", builder.write)  # so that the change ends with this test
     copy_bytes_in_one_go()
     sent = bytes(i * 7 % 256 for i in range(size))
     assert binding._UniffiFfiConverterBytes.lift(binding._UniffiFfiConverterBytes.lower(sent)) == sent

@@ -1,0 +1,455 @@
+"""open_model: what it reads, and that nothing it would get wrong is opened."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors
+
+from pptasks.errors import ModelError, ModelFileError, ModelNotFound, PlanError, Unsupported
+from pptasks.models import Model, fingerprint, nbytes, open_model
+
+TIED, UNTIED = "llama-tied", "llama-untied-sharded-bf16"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def tied(goldens: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(goldens / TIED, tmp_path / TIED, copy_function=shutil.copyfile))
+
+
+@pytest.fixture
+def sharded(goldens: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(goldens / UNTIED, tmp_path / UNTIED, copy_function=shutil.copyfile))
+
+
+def edit(file: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    values = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Apply `change` to the header of a safetensors file and leave its data."""
+    data = file.read_bytes()
+    (n,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + n])
+    change(header)
+    write_safetensors(file, json.dumps(header).encode(), data[8 + n :])
+
+
+def write_safetensors(file: Path, header: bytes, data: bytes) -> None:
+    file.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+# --- What it reads --------------------------------------------------------------------------------------------------
+
+
+def test_reads_a_folder(goldens: Path, tmp_path: Path) -> None:
+    model = open_model(goldens / TIED, tmp_path)
+    c = model.config
+    assert (c.architecture, c.n_blocks, c.dim, c.n_heads, c.n_kv_heads, c.head_dim) == ("llama", 6, 64, 4, 2, 16)
+    assert (c.ffn_dim, c.vocab_size, c.context, c.norm_eps, c.rope_theta) == (176, 512, 256, 1e-5, 10000.0)
+    assert c.tied
+    assert (model.name, model.path, dict(model.metadata)) == (TIED, goldens / TIED, {})
+    assert len(model.tensors) == 2 + 9 * c.n_blocks
+
+
+def test_byte_ranges_hold_the_tensors(goldens: Path, tmp_path: Path) -> None:
+    model = open_model(goldens / TIED, tmp_path)
+    names = {"blk.3.attn_k.weight": "model.layers.3.self_attn.k_proj.weight", "output_norm.weight": "model.norm.weight"}
+    with safetensors.safe_open(goldens / TIED / "model.safetensors", "np") as reference:
+        for ours, theirs in names.items():
+            ref = model.tensors[ours]
+            data = ref.file.read_bytes()[ref.offset : ref.offset + ref.nbytes]
+            assert np.array_equal(np.frombuffer(data, "<f4").reshape(ref.shape), reference.get_tensor(theirs))
+
+
+def test_reads_shards(goldens: Path, tmp_path: Path) -> None:
+    model = open_model(str(goldens / UNTIED), tmp_path)
+    assert not model.config.tied
+    assert {ref.dtype for ref in model.tensors.values()} == {"BF16"}
+    assert len({ref.file for ref in model.tensors.values()}) == 5
+    assert model.nbytes == json.loads((goldens / UNTIED / INDEX).read_text())["metadata"]["total_size"]
+
+
+def test_reads_gguf(smollm2_gguf: Path, tmp_path: Path) -> None:
+    model = open_model(smollm2_gguf, tmp_path)
+    c = model.config
+    assert (c.n_blocks, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.ffn_dim) == (30, 576, 9, 3, 64, 1536)
+    assert (c.vocab_size, c.context, c.rope_theta, c.tied) == (49152, 8192, 100000.0, True)
+    heads = {name.split(".", 2)[-1]: ref.interleaved_heads for name, ref in model.tensors.items()}
+    assert heads.pop("attn_q.weight") == 9
+    assert heads.pop("attn_k.weight") == 3
+    assert set(heads.values()) == {0}
+    assert model.tensors["blk.0.attn_k.weight"].shape == (192, 576)
+    assert model.tensors["blk.0.ffn_down.weight"].shape == (576, 1536)
+    assert model.metadata["tokenizer.ggml.pre"] == "smollm"
+
+
+def test_both_spellings_of_rope(tied: Path, tmp_path: Path) -> None:
+    new = open_model(tied, tmp_path).config
+    edit(tied / "config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling={"type": "default"})
+    assert open_model(tied, tmp_path).config == new
+    edit(tied / "config.json", rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_theta=None)
+    assert open_model(tied, tmp_path).config == replace(new, rope_theta=5e5)
+
+
+def test_head_width_follows_from_the_heads(tied: Path, tmp_path: Path) -> None:
+    edit(tied / "config.json", head_dim=None)
+    assert open_model(tied, tmp_path).config.head_dim == 16
+
+
+def test_tied_is_what_the_files_say(sharded: Path, tied: Path, tmp_path: Path) -> None:
+    edit(sharded / "config.json", tie_word_embeddings=True)  # the file's own head is then a copy that nobody reads
+    model = open_model(sharded, tmp_path)
+    assert model.config.tied
+    assert "output.weight" not in model.tensors
+    edit(tied / "config.json", tie_word_embeddings=None)
+    assert open_model(tied, tmp_path).config.tied
+    edit(tied / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ModelFileError, match=r"lm_head\.weight"):
+        open_model(tied, tmp_path)
+
+
+# --- Fingerprint and stages -----------------------------------------------------------------------------------------
+
+
+def test_fingerprint_is_the_models_own(goldens: Path, tied: Path, tmp_path: Path) -> None:
+    model = open_model(goldens / TIED, tmp_path)
+    assert model.fingerprint == "982a55065125" + model.fingerprint[12:]  # the same on every machine, in every version
+    assert open_model(tied, tmp_path).fingerprint == model.fingerprint
+    assert open_model(goldens / UNTIED, tmp_path).fingerprint != model.fingerprint
+    name = "blk.0.attn_v.weight"
+    changed = {
+        "config": (replace(model.config, rope_theta=1e6), model.tensors),
+        "shape": (model.config, {**model.tensors, name: replace(model.tensors[name], shape=(64, 32))}),
+        "type": (model.config, {**model.tensors, name: replace(model.tensors[name], dtype="F16")}),
+        "tensors": (model.config, {n: ref for n, ref in model.tensors.items() if n != name}),
+    }
+    for what, (config, tensors) in changed.items():
+        assert fingerprint(config, tensors) != model.fingerprint, what
+    moved = {n: replace(ref, file=Path("/elsewhere"), offset=0) for n, ref in reversed(model.tensors.items())}
+    assert fingerprint(model.config, moved) == model.fingerprint
+
+
+@pytest.mark.parametrize("name", [TIED, UNTIED])
+def test_stages_load_everything_once(goldens: Path, tmp_path: Path, name: str) -> None:
+    model = open_model(goldens / name, tmp_path)
+    n, tied = model.config.n_blocks, model.config.tied
+    head = model.stage_tensors(0, 2, embedding=True, readout=tied)
+    middle = model.stage_tensors(2, 5, embedding=False, readout=False)
+    last = model.stage_tensors(5, n, embedding=False, readout=not tied)
+    names = [ref.name for ref in (*head, *middle, *last)]
+    assert sorted(names) == sorted(model.tensors)
+    assert nbytes(head) + nbytes(middle) + nbytes(last) == model.nbytes
+    assert all(ref.name.startswith(("blk.2.", "blk.3.", "blk.4.")) for ref in middle)
+    assert middle == model.block_tensors(2) + model.block_tensors(3) + model.block_tensors(4)
+    assert len(model.block_tensors(n - 1)) == 9
+
+
+def test_readout_of_a_tied_model_is_the_embedding(goldens: Path, tmp_path: Path) -> None:
+    model = open_model(goldens / TIED, tmp_path)
+    readout = {ref.name for ref in model.stage_tensors(6, 6, embedding=False, readout=True)}
+    assert readout == {"output_norm.weight", "token_embd.weight"}
+    both = [ref.name for ref in model.stage_tensors(0, 0, embedding=True, readout=True)]
+    assert sorted(both) == sorted(readout)
+    untied = open_model(goldens / UNTIED, tmp_path).stage_tensors(7, 7, embedding=False, readout=True)
+    assert {ref.name for ref in untied} == {"output_norm.weight", "output.weight"}
+
+
+def test_block_1_is_not_block_10(smollm2_gguf: Path, tmp_path: Path) -> None:
+    model = open_model(smollm2_gguf, tmp_path)
+    assert {ref.name.rsplit(".", 2)[0] for ref in model.block_tensors(1)} == {"blk.1"}
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (3, 2), (0, 7)])
+def test_a_span_outside_the_model(goldens: Path, tmp_path: Path, span: tuple[int, int]) -> None:
+    with pytest.raises(PlanError, match="6 blocks"):
+        open_model(goldens / TIED, tmp_path).stage_tensors(*span, embedding=False, readout=False)
+
+
+# --- What it refuses: specs and configurations ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["smollm3:9b", "/nowhere/model.gguf", "x" * 5000, "nul\0", ""])
+def test_no_such_model(tmp_path: Path, spec: str) -> None:
+    with pytest.raises(ModelNotFound):
+        open_model(spec, tmp_path)
+
+
+def test_an_unknown_name_gets_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"'smollm3:9b'.*smollm2:135m"):
+        open_model("smollm3:9b", tmp_path)
+
+
+def test_what_is_no_model(tmp_path: Path, tied: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        open_model(tmp_path, tmp_path)
+    with pytest.raises(ModelNotFound, match="give the folder"):
+        open_model(tied / "model.safetensors", tmp_path)
+    with pytest.raises(ModelFileError, match="not a GGUF file"):
+        open_model(tied / "config.json", tmp_path)
+    (tied / "model.safetensors").rename(tied / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match="only safetensors"):
+        open_model(tied, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2-bias"])
+def test_other_architectures_are_named(goldens: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(Unsupported, match=f"architecture '{name.removesuffix('-bias')}'; supported: llama"):
+        open_model(goldens / name, tmp_path)
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "sliding_window": 4096,
+    "quantization_config": {"quant_method": "gptq"},
+    "partial_rotary_factor": 0.5,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "architectures": ["LlamaForSequenceClassification"],
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0},
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_a_property_that_we_do_not_compute(tied: Path, tmp_path: Path, field: str) -> None:
+    edit(tied / "config.json", **{field: UNSUPPORTED[field]})
+    with pytest.raises(Unsupported, match=field) as caught:
+        open_model(tied, tmp_path)
+    assert "supported:" in str(caught.value)
+
+
+def test_linear_rope_scaling_in_the_old_spelling(tied: Path, tmp_path: Path) -> None:
+    edit(tied / "config.json", rope_scaling={"type": "linear", "factor": 2.0})
+    with pytest.raises(Unsupported, match=r"rope_scaling\.type is 'linear'"):
+        open_model(tied, tmp_path)
+
+
+INCONSISTENT: dict[str, dict[str, Any]] = {
+    "num_hidden_layers": {"num_hidden_layers": "6"},
+    "hidden_size": {"hidden_size": True},
+    "vocab_size": {"vocab_size": 1 << 40},
+    "rms_norm_eps": {"rms_norm_eps": -1},
+    "rope_theta": {"rope_parameters": {"rope_theta": float("inf")}},
+    "rope_scaling is 'x'": {"rope_scaling": "x"},
+    "intermediate_size": {"intermediate_size": None},
+    "model_type": {"model_type": None},
+    "head width 15": {"head_dim": 15},
+    "3 key/value heads": {"num_key_value_heads": 3},
+    "not a multiple of 5 heads": {"num_attention_heads": 5, "head_dim": None, "num_key_value_heads": None},
+    "q_proj.weight' has shape": {"head_dim": 32},
+    "layers.6.input_layernorm.weight' is missing": {"num_hidden_layers": 7},
+}
+
+
+@pytest.mark.parametrize("message", INCONSISTENT)
+def test_a_configuration_that_does_not_hold(tied: Path, tmp_path: Path, message: str) -> None:
+    edit(tied / "config.json", **INCONSISTENT[message])
+    with pytest.raises(ModelFileError, match=message):
+        open_model(tied, tmp_path)
+
+
+def test_more_tensors_than_blocks(tied: Path, tmp_path: Path) -> None:
+    edit(tied / "config.json", num_hidden_layers=5)
+    with pytest.raises(Unsupported, match=r"model\.layers\.5"):
+        open_model(tied, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}', "[" * 200_000, '{"a": 1' + "0" * 5000 + "}"])
+def test_json_that_is_none(tied: Path, tmp_path: Path, text: str) -> None:
+    (tied / "config.json").write_text(text)
+    with pytest.raises(ModelFileError, match=r"config\.json"):
+        open_model(tied, tmp_path)
+
+
+# --- What it refuses: safetensors -----------------------------------------------------------------------------------
+
+KEY = "model.layers.2.self_attn.k_proj.weight"
+Header = dict[str, Any]
+
+
+def swap(header: Header, field: str, value: Any) -> None:
+    header[KEY][field] = value
+
+
+def shift(header: Header, by: int) -> None:
+    begin, end = header[KEY]["data_offsets"]
+    header[KEY]["data_offsets"] = [begin + by, end + by]
+
+
+CHANGES: dict[str, tuple[Callable[[Header], object], type[ModelError], str]] = {
+    "a missing tensor": (lambda h: h.update({"model.norm.bias": h.pop("model.norm.weight")}), ModelFileError, "norm.weight"),
+    "an unknown type": (lambda h: swap(h, "dtype", "F8_E4M3"), Unsupported, "F8_E4M3"),
+    "another shape": (lambda h: swap(h, "shape", [64, 32]), ModelFileError, "shape"),
+    "a size that is not the shape's": (lambda h: swap(h, "shape", [31, 64]), ModelFileError, "cannot be 8192 bytes"),
+    "a negative size": (lambda h: swap(h, "shape", [-32, -64]), ModelFileError, "malformed"),
+    "a size that is no number": (lambda h: swap(h, "shape", [32.0, 64]), ModelFileError, "malformed"),
+    "an entry that is none": (lambda h: h.update({KEY: 7}), ModelFileError, "malformed"),
+    "overlap": (lambda h: shift(h, -4), ModelFileError, "overlap"),
+    "a hole": (lambda h: shift(h, 4), ModelFileError, "hole|overlap"),
+    "beyond the file": (lambda h: shift(h, 1 << 40), ModelFileError, "hole"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_safetensors_header_that_does_not_hold(tied: Path, tmp_path: Path, case: str) -> None:
+    change, error, message = CHANGES[case]
+    rewrite(tied / "model.safetensors", change)
+    with pytest.raises(error, match=message) as caught:
+        open_model(tied, tmp_path)
+    assert "model.safetensors" in str(caught.value) or str(tied) in str(caught.value)
+
+
+def test_a_tensor_that_nobody_uses(tied: Path, tmp_path: Path) -> None:
+    def add(header: Header, name: str) -> None:
+        end = max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
+        header[name] = {"dtype": "F32", "shape": [0], "data_offsets": [end, end]}
+
+    rewrite(tied / "model.safetensors", lambda h: add(h, "model.layers.0.self_attn.rotary_emb.inv_freq"))
+    open_model(tied, tmp_path)
+    rewrite(tied / "model.safetensors", lambda h: add(h, "model.layers.0.self_attn.q_proj.bias"))
+    with pytest.raises(Unsupported, match=r"q_proj\.bias"):
+        open_model(tied, tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 7, struct.pack("<Q", 1 << 62), struct.pack("<Q", 99) + b"{}"])
+def test_a_safetensors_file_that_is_none(tied: Path, tmp_path: Path, data: bytes) -> None:
+    (tied / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelFileError, match="truncated, or not a safetensors file"):
+        open_model(tied, tmp_path)
+
+
+def test_a_truncated_safetensors_file(tied: Path, tmp_path: Path) -> None:
+    file = tied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelFileError, match="truncated or damaged"):
+        open_model(tied, tmp_path)
+
+
+def test_a_tensor_twice(tied: Path, tmp_path: Path) -> None:
+    entry = b'"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    write_safetensors(tied / "model.safetensors", b"{" + entry + b"," + entry + b"}", bytes(4))
+    with pytest.raises(ModelFileError, match="twice"):
+        open_model(tied, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", "..", "a\\b.safetensors", ".safetensors"])
+def test_an_index_that_points_elsewhere(sharded: Path, tmp_path: Path, file: str) -> None:
+    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
+    edit(sharded / INDEX, weight_map={**weight_map, "lm_head.weight": file})
+    with pytest.raises(ModelFileError, match="no .safetensors file of this folder"):
+        open_model(sharded, tmp_path)
+
+
+def test_an_index_that_does_not_hold(sharded: Path, tmp_path: Path) -> None:
+    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
+    other = next(file for file in weight_map.values() if file != weight_map["lm_head.weight"])
+    edit(sharded / INDEX, weight_map={**weight_map, "lm_head.weight": other})
+    with pytest.raises(ModelFileError, match=r"lm_head\.weight.*does not hold it"):
+        open_model(sharded, tmp_path)
+    edit(sharded / INDEX, weight_map=weight_map)
+    (sharded / other).unlink()
+    with pytest.raises(ModelFileError, match=f"{other}, which is missing"):
+        open_model(sharded, tmp_path)
+    edit(sharded / INDEX, weight_map=["lm_head.weight"])
+    with pytest.raises(ModelFileError, match="no weight_map"):
+        open_model(sharded, tmp_path)
+
+
+# --- GGUF: a tiny model, written by the format's own package --------------------------------------------------------
+
+DIM, HEADS, KV_HEADS, FFN, VOCAB, BLOCKS = 64, 4, 2, 96, 32, 2
+
+
+def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, ...]], architecture: str = "llama") -> None:
+    """`metadata` beside what a llama file says; None leaves one out. `tensors` beside those of a tied llama; () leaves one out."""
+    w = gguf.GGUFWriter(path, architecture)
+    values = {
+        "block_count": BLOCKS, "context_length": 128, "embedding_length": DIM, "feed_forward_length": FFN,
+        "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    for key, value in ({f"{architecture}.{k}": v for k, v in values.items()} | metadata).items():
+        kind = {int: w.add_uint32, float: w.add_float32, str: w.add_string, bool: w.add_bool, list: w.add_array}
+        if value is not None:
+            kind[type(value)](key, value)
+    q, kv = DIM, DIM // HEADS * KV_HEADS
+    block = {
+        "attn_norm": (DIM,), "attn_q": (q, DIM), "attn_k": (kv, DIM), "attn_v": (kv, DIM), "attn_output": (DIM, q),
+        "ffn_norm": (DIM,), "ffn_gate": (FFN, DIM), "ffn_up": (FFN, DIM), "ffn_down": (DIM, FFN),
+    }  # fmt: skip
+    shapes = {"token_embd.weight": (VOCAB, DIM), "output_norm.weight": (DIM,)}
+    shapes |= {f"blk.{i}.{name}.weight": shape for i in range(BLOCKS) for name, shape in block.items()}
+    for name, shape in (shapes | tensors).items():
+        if shape:
+            w.add_tensor(name, np.zeros(shape, np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+def open_gguf(tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> Model:
+    write_gguf(tmp_path / "tiny.gguf", metadata, tensors)
+    return open_model(tmp_path / "tiny.gguf", tmp_path)
+
+
+def test_reads_a_tiny_gguf(tmp_path: Path) -> None:
+    model = open_gguf(tmp_path, {}, {})
+    c = model.config
+    assert (c.n_blocks, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.ffn_dim) == (BLOCKS, DIM, HEADS, KV_HEADS, 16, FFN)
+    assert (c.vocab_size, c.context, c.rope_theta, c.tied, model.name) == (VOCAB, 128, 10000.0, True, "tiny")
+    untied = open_gguf(tmp_path, {"llama.vocab_size": VOCAB}, {"output.weight": (VOCAB, DIM)})
+    assert not untied.config.tied
+    assert untied.tensors["output.weight"].shape == (VOCAB, DIM)
+
+
+def test_head_width_of_its_own(tmp_path: Path) -> None:
+    wide = {"attn_q": (96, DIM), "attn_k": (48, DIM), "attn_v": (48, DIM), "attn_output": (DIM, 96)}
+    tensors = {f"blk.{i}.{name}.weight": shape for i in range(BLOCKS) for name, shape in wide.items()}
+    lengths = {"llama.attention.key_length": 24, "llama.attention.value_length": 24, "llama.rope.dimension_count": 24}
+    assert open_gguf(tmp_path, lengths, tensors).config.head_dim == 24
+
+
+GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], type[ModelError]]] = {
+    "rope_freqs.weight": ({}, {"rope_freqs.weight": (8,)}, Unsupported),
+    "attn_q.bias": ({}, {"blk.0.attn_q.bias": (DIM,)}, Unsupported),
+    "ffn_gate_inp": ({}, {"blk.0.ffn_gate_inp.weight": (8, DIM)}, Unsupported),
+    "rope.scaling.type is 'yarn'": ({"llama.rope.scaling.type": "yarn"}, {}, Unsupported),
+    "rope.scaling.factor is 4.0": ({"llama.rope.scaling.factor": 4.0}, {}, Unsupported),
+    "expert_count is 8": ({"llama.expert_count": 8}, {}, Unsupported),
+    "sliding_window is 4096": ({"llama.attention.sliding_window": 4096}, {}, Unsupported),
+    "rope.dimension_count is 8": ({"llama.rope.dimension_count": 8}, {}, Unsupported),
+    "value_length is 8": ({"llama.attention.value_length": 8}, {}, Unsupported),
+    "general.type is 'adapter'": ({"general.type": "adapter"}, {}, Unsupported),
+    "one of 3 parts": ({"split.count": 3}, {}, Unsupported),
+    "head_count is": ({"llama.attention.head_count": [4, 4]}, {}, ModelFileError),
+    "block_count is missing": ({"llama.block_count": None}, {}, ModelFileError),
+    "blk.1.ffn_up.weight' is missing": ({}, {"blk.1.ffn_up.weight": ()}, ModelFileError),
+    "blk.1.ffn_up.weight' has shape": ({}, {"blk.1.ffn_up.weight": (DIM, FFN)}, ModelFileError),
+    "token_embd.weight' has shape": ({"llama.vocab_size": VOCAB + 1}, {}, ModelFileError),
+}
+
+
+@pytest.mark.parametrize("message", GGUF_REFUSED)
+def test_a_gguf_that_we_would_get_wrong(tmp_path: Path, message: str) -> None:
+    metadata, tensors, error = GGUF_REFUSED[message]
+    with pytest.raises(error, match=message) as caught:
+        open_gguf(tmp_path, metadata, tensors)
+    assert "tiny.gguf" in str(caught.value)
+
+
+def test_other_architectures_in_gguf_are_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", {}, {}, "gemma3")
+    with pytest.raises(Unsupported, match="architecture 'gemma3'; supported: llama"):
+        open_model(tmp_path / "x.gguf", tmp_path)

@@ -1,0 +1,128 @@
+"""A request is checked once at each door, and every refusal names the parameter."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pptasks.errors import RequestError
+from pptasks.request import MAX_MESSAGES, MAX_PROMPT_CHARS, MAX_TOKENS, Request
+from pptasks.wire import Sampling
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello"}]
+
+
+def through_json(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(kwargs))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(prompt="Say hello"),
+        Request(prompt=" \n\0é😀", raw=True),
+        Request(messages=tuple(CHAT)),
+        Request(tokens=(0, 5, (1 << 31) - 1), max_tokens=1),
+        Request(prompt="x", max_tokens=MAX_TOKENS, temperature=0.7, top_k=40, top_p=0.95, seed=(1 << 64) - 1),
+        Request(prompt="x", temperature=1, top_p=1, seed=0),
+    ],
+)
+def test_a_request_survives_the_message(request_: Request) -> None:
+    assert Request.from_kwargs(through_json(request_.to_kwargs())) == request_
+
+
+def test_only_what_differs_from_the_default_travels() -> None:
+    assert Request(prompt="x").to_kwargs() == {"prompt": "x"}
+    assert Request(tokens=(1,), seed=0).to_kwargs() == {"tokens": (1,), "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({}, "exactly one of prompt, messages and tokens, not none"),
+        ({"prompt": "a", "tokens": [1]}, "not prompt and tokens"),
+        ({"prompt": "", "messages": CHAT}, "not prompt and messages"),
+        ({"prompt": "a", "stop": "b"}, "unknown parameter 'stop'"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt holds a lone surrogate"),
+        ({"prompt": "a" * (MAX_PROMPT_CHARS + 1)}, rf"prompt has {MAX_PROMPT_CHARS + 1} characters; .*{MAX_PROMPT_CHARS}$"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "message 0"),
+        ({"messages": [*CHAT, {"role": "user"}]}, "message 2"),
+        ({"messages": [{**CHAT[0], "name": "x"}]}, "message 0"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "message 0 has role 'tool'; .*system, user, assistant"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "message 0 has role"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 0 is not text"),
+        ({"messages": [{"role": "user", "content": "\udfff"}]}, "message 0 holds a lone surrogate"),
+        ({"messages": CHAT * (MAX_MESSAGES // 2 + 1)}, f"{MAX_MESSAGES + 2} messages; at most {MAX_MESSAGES}"),
+        ({"tokens": []}, "tokens is empty"),
+        ({"tokens": "1,2"}, "tokens"),
+        ({"tokens": [1, -1]}, "token 1 is -1"),
+        ({"tokens": [1 << 31]}, "token 0 is 2147483648"),
+        ({"tokens": [1, 2, 3.0]}, "token 2 is 3.0"),
+        ({"tokens": [True]}, "token 0 is True"),
+        ({"tokens": [None]}, "token 0 is None"),
+        ({"tokens": [0] * (MAX_TOKENS + 1)}, f"{MAX_TOKENS + 1} token ids; at most {MAX_TOKENS}"),
+        ({"prompt": "a", "max_tokens": 0}, f"max_tokens is 0: .* 1 to {MAX_TOKENS}"),
+        ({"prompt": "a", "max_tokens": 1 << 200}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "9"}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": None}, "max_tokens"),
+        ({"prompt": "a", "temperature": -0.1}, "temperature is -0.1"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
+        ({"prompt": "a", "temperature": float("inf")}, "temperature is inf"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature is hot"),
+        ({"prompt": "a", "temperature": True}, "temperature is True"),
+        ({"prompt": "a", "top_k": -1}, "top_k is -1"),
+        ({"prompt": "a", "top_k": 1 << 31}, "top_k"),
+        ({"prompt": "a", "top_p": 0}, "top_p is 0"),
+        ({"prompt": "a", "top_p": 1.01}, "top_p is 1.01"),
+        ({"prompt": "a", "seed": -1}, "seed is -1"),
+        ({"prompt": "a", "seed": 1 << 64}, "seed"),
+        ({"prompt": "a", "seed": 1.5}, "seed is 1.5"),
+        ({"prompt": "a", "raw": 1}, "raw is 1"),
+        ({"prompt": "a", "raw": "yes"}, "raw is"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_refusal_names_the_parameter(kwargs: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=told) as refusal:
+        Request.from_kwargs(kwargs)
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.xfail(strict=True, raises=OverflowError, reason="math.isfinite cannot take an int above the range of a float")
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_a_number_beyond_any_float_is_refused(name: str) -> None:
+    kwargs = json.loads('{"prompt": "a", "%s": 1%s}' % (name, "0" * 400))
+    with pytest.raises(RequestError, match=name):
+        Request.from_kwargs(kwargs)
+
+
+@pytest.mark.xfail(strict=True, reason="the message quotes the whole name")
+def test_an_unknown_name_is_quoted_in_part() -> None:
+    with pytest.raises(RequestError) as refusal:
+        Request.from_kwargs({"x" * 100_000: 1})
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.xfail(strict=True, reason="a value of the wrong type is told to be empty")
+@pytest.mark.parametrize("kwargs", [{"prompt": 5}, {"tokens": "1,2"}, {"messages": "hello"}])
+def test_the_wrong_type_is_not_called_empty(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refusal:
+        Request.from_kwargs(kwargs)
+    assert "empty" not in str(refusal.value)
+
+
+def test_a_limit_itself_is_fine() -> None:
+    Request(prompt="a" * MAX_PROMPT_CHARS)
+    Request(prompt="a", temperature=100, top_k=1 << 30, top_p=1e-6, seed=0)
+
+
+def test_a_seed_is_drawn_only_where_it_matters() -> None:
+    assert Request(prompt="a").sampling == Sampling(0.0, 0, 1.0, 0)
+    assert Request(prompt="a", temperature=1, seed=7, top_k=5, top_p=0.5).sampling == Sampling(1.0, 5, 0.5, 7)
+    drawn = {Request(prompt="a", temperature=1).sampling.seed for _ in range(8)}
+    assert len(drawn) == 8 and all(0 <= seed < 1 << 64 for seed in drawn)
+    assert Request(prompt="a", temperature=1, seed=0).sampling.seed == 0
