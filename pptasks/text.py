@@ -108,9 +108,7 @@ class Decoder:
 
     def push(self, token: int) -> str:
         """The text that `token` completes: "" for a control token, no entry, or the first bytes of a character."""
-        v = self._vocabulary
-        entry = None if token in v.silent or not 0 <= token < v.size else v.tokenizer.id_to_token(token)
-        return self._first(self._utf8.decode(v.spell(entry))) if entry is not None else ""
+        return self._first(self._utf8.decode(self._vocabulary.bytes_of(token)))
 
     def finish(self) -> str:
         """What remains: U+FFFD for a character that was never completed, else ""."""

@@ -33,13 +33,23 @@ class Vocabulary:
     control: Mapping[str, int]  # tokens that stand for no text: spelling -> id
     control_pattern: re.Pattern[str]  # finds the longest of them, with the white space that it swallows
     silent: frozenset[int]  # ids that decode to nothing: the control tokens and unused entries
-    spell: Spell  # an entry -> the UTF-8 bytes it stands for
+    verbatim: frozenset[int]  # entries that were added as plain text, and stand for it as they are written
+    spell: Spell  # any other entry -> the UTF-8 bytes it stands for
     strip_first_space: bool  # the text's first space belongs to the encoding, not to the text
     bos_id: int | None
     add_bos: bool  # a text begins with bos; False without one
     stop_ids: frozenset[int]
     template: str | None  # Jinja2 source of the chat template
     names: Mapping[str, str]  # "bos_token", "eos_token", ...: spellings, as a template refers to them
+
+    def bytes_of(self, token: int) -> bytes:
+        """The UTF-8 bytes that `token` adds to a text: none for an id that is silent or has no entry."""
+        if token in self.silent or not 0 <= token < self.size:
+            return b""
+        entry = self.tokenizer.id_to_token(token)
+        if entry is None:
+            return b""
+        return entry.encode() if token in self.verbatim else self.spell(entry)
 
 
 def make(
@@ -69,6 +79,7 @@ def make(
         control=control,
         control_pattern=_pattern(added[i] for i in control.values()),
         silent=frozenset(control.values()).union(unused),
+        verbatim=frozenset(i for i, token in added.items() if not token.special),
         spell=spell,
         strip_first_space=strip_first_space,
         bos_id=bos_id,
@@ -125,7 +136,7 @@ _BYTES = _alphabet()
 def _spell_byte_level(entry: str) -> bytes:
     try:
         return bytes(_BYTES[char] for char in entry)
-    except KeyError:  # an added token, written as plain text
+    except KeyError:  # outside the alphabet: no text can be encoded to it
         return entry.encode()
 
 

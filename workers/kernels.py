@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.c")
 VECTOR = 16  # elements; what the kernels' loops step by
+OUTPUTS = 4  # of a matrix product at a time
 F32 = np.dtype(np.float32)
 Call = tuple[Callable[..., None], tuple[ctypes.c_uint64, ...]]  # a loaded kernel and its arguments
 
@@ -41,7 +42,9 @@ def obstacle(config: ModelConfig) -> str | None:
         return f"the architecture is {config.architecture}"
     sizes = {"hidden": config.dim, "feed-forward": config.ffn_dim, "head": config.head_dim}
     uneven = [f"{name} width {size}" for name, size in sizes.items() if size % VECTOR]
-    return f"{', '.join(uneven)}: not a multiple of {VECTOR}" if uneven else None
+    if uneven:
+        return f"{', '.join(uneven)}: not a multiple of {VECTOR}"
+    return f"a vocabulary of {config.vocab_size}" if config.vocab_size < OUTPUTS else None
 
 
 class CpuKernels:

@@ -57,7 +57,9 @@ def test_the_valid_file_opens(valid: bytes, path: Path) -> None:
     assert open_text(model).decode([3, 5]) == "abĠa"  # a user-defined token is spelled as it stands
 
 
-integers = st.sampled_from([0, 1, 2, 8, 9, 12, 13, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1])
+integers = st.sampled_from(
+    [0, 1, 2, 8, 9, 12, 13, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1]
+)
 changes = st.lists(
     st.tuples(
         st.floats(0, 1, exclude_max=True),  # where in the header

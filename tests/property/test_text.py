@@ -15,8 +15,10 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>"]
 # SmolLM2 has no entry for these bytes: a character that needs one cannot be spelled, with any tokenizer.
 UNSPELLABLE = frozenset(b"\x04\x06\x13\x14\x16\x1d\xf1\xf2\xf5\xf6\xf7\xf8\xf9\xfa\xfb\xfc\xfd\xfe\xff\xc0\xc1")
 
-characters = st.characters(exclude_categories=("Cs",)).filter(lambda c: UNSPELLABLE.isdisjoint(c.encode()))
-pieces = st.one_of(st.text(characters), st.sampled_from([*SPECIALS, "<|im_", "end|>", "|>", "<", " ", "\n", "\r\n", "123"]))
+characters = st.characters().filter(lambda c: UNSPELLABLE.isdisjoint(c.encode(errors="replace")))
+pieces = st.one_of(
+    st.text(characters), st.sampled_from([*SPECIALS, "<|im_", "end|>", "|>", "<", " ", "\n", "\r\n", "123"])
+)
 texts = st.lists(pieces, max_size=8).map("".join)
 
 many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -59,5 +61,6 @@ def test_a_plain_message_is_tokenised_with_its_template(text: Text, s: str) -> N
     tokenizer = text._vocabulary.tokenizer
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     rendered = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{s}<|im_end|>\n<|im_start|>assistant\n"
+    ids = text.encode_chat([{"role": "user", "content": s}])
     tokenizer.encode_special_tokens = False
-    assert text.encode_chat([{"role": "user", "content": s}]) == tokenizer.encode(rendered).ids
+    assert ids == tokenizer.encode(rendered).ids

@@ -89,7 +89,7 @@ def test_every_truncation_is_refused(path: Path) -> None:
     whole = build((*PAIRS, WORDS))
     for n in range(len(whole)):
         path.write_bytes(whole[:n])
-        with pytest.raises(ModelFileError, match="model.gguf"):
+        with pytest.raises(ModelFileError, match=r"model\.gguf"):
             read_header(path)
 
 

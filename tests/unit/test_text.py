@@ -68,13 +68,15 @@ def test_golden_prompts_and_replies(text: Text, goldens: Path) -> None:
 
 
 def test_what_the_files_say(text: Text, make: MakeText) -> None:
-    assert (text.vocab_size, text.bos_id, text.stop_ids) == (49152, START, {END_OF_TEXT, END})
+    assert (text.vocab_size, text.bos_id, text.stop_ids) == (49152, START, frozenset({END_OF_TEXT, END}))
     tiny = make()
-    assert (tiny.vocab_size, tiny.bos_id, tiny.stop_ids) == (392, END_OF_TEXT, {END_OF_TEXT, END})
+    assert (tiny.vocab_size, tiny.bos_id, tiny.stop_ids) == (392, END_OF_TEXT, frozenset({END_OF_TEXT, END}))
 
 
 def test_only_the_head_pays_for_a_tokenizer() -> None:
-    code = "import sys, pptasks.models; print([m for m in ('tokenizers', 'jinja2', 'numpy', 'gguf') if m in sys.modules])"
+    code = (
+        "import sys, pptasks.models; print([m for m in ('tokenizers', 'jinja2', 'numpy', 'gguf') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -282,14 +284,16 @@ def test_a_character_that_is_never_completed(text: Text) -> None:
 def test_ids_without_text(make: MakeText, token: int) -> None:
     text = make()
     assert text.decoder().push(token) == ""
-    a, b = text.encode("é")
-    assert text.decode([a, token, b]) == "é"
+    a, b = text.encode("ж")
+    assert text.decode([a, token, b]) == "ж"
 
 
 def test_sentencepiece(folder: Path, make: MakeText) -> None:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
     vocab |= {piece: len(vocab) + i for i, piece in enumerate(["▁", "h", "i", "▁h", "▁hi"])}
-    tokenizer = Tokenizer(models.BPE(vocab, [("▁", "h"), ("▁h", "i")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, [("▁", "h"), ("▁h", "i")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -308,7 +312,7 @@ def test_sentencepiece(folder: Path, make: MakeText) -> None:
 @pytest.mark.parametrize(("key", "value"), [("model", "llama"), ("model", None), ("pre", "tekken"), ("pre", 7)])
 def test_another_tokenizer_is_named(smollm2: Model, key: str, value: Any) -> None:
     metadata = MappingProxyType({**smollm2.metadata, f"tokenizer.ggml.{key}": value})
-    with pytest.raises(Unsupported, match=f"{value}.*supported: 'gpt2' with .*smollm"):
+    with pytest.raises(Unsupported, match=rf"{value}.*supported: 'gpt2' with .*smollm"):
         open_text(replace(smollm2, metadata=metadata))
 
 
@@ -319,7 +323,7 @@ def test_a_vocabulary_that_does_not_hold(smollm2: Model, key: str) -> None:
     with pytest.raises(ModelFileError, match=f"{name} is missing"):
         open_text(replace(smollm2, metadata=MappingProxyType(without)))
     languages = smollm2.metadata["general.languages"]  # one string: too short for either, and no merge
-    with pytest.raises(ModelFileError, match="of another type|different|cannot be built"):
+    with pytest.raises(ModelFileError, match=r"of another type|different|cannot be built"):
         open_text(replace(smollm2, metadata=MappingProxyType({**without, name: languages})))
 
 
@@ -343,8 +347,8 @@ def test_more_entries_than_rows(smollm2: Model) -> None:
 
 
 SPLITS = {
-    "gpt-2": ["It", "'s", "Ġ1234", "!!", "ĊĊ", "Ġ", "Ġx"],
-    "smollm": ["It", "'s", "Ġ", "1", "2", "3", "4", "!!", "ĊĊ", "Ġ", "Ġx"],
+    "gpt-2": ["It", "'s", "Ġ1234", "!!", "ĊĊĠ", "Ġx"],
+    "smollm": ["It", "'s", "Ġ", "1", "2", "3", "4", "!!", "ĊĊĠ", "Ġx"],
     "llama-bpe": ["It", "'s", "Ġ", "123", "4", "!!ĊĊ", "Ġ", "Ġx"],
     "qwen2": ["It", "'s", "Ġ", "1", "2", "3", "4", "!!ĊĊ", "Ġ", "Ġx"],
 }

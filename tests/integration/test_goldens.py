@@ -1,0 +1,163 @@
+"""The golden test: a model cut in any way gives the tokens that another implementation gives for the whole."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pptasks.models import open_model
+from tests.pipeline import Pipeline, logits_of
+
+SPLITS = ["6", "3,3", "2,2,2", "1,5", "4,1,1", "0,3,3", "1,1,1,1,1,1", "0,1,1,1,1,1,1"]
+SPLITS_OF_7 = ["7", "3,4", "2,2,3", "1,6", "5,1,1", "0,3,4", "1,1,1,1,1,1,1", "0,1,1,1,1,1,1,1"]
+CASES = [("llama-tied", s) for s in SPLITS] + [("llama-untied-sharded-bf16", s) for s in SPLITS_OF_7]
+
+
+def expected_of(folder: Path) -> dict:
+    return json.loads((folder / "expected.json").read_text())
+
+
+def pipeline(folder: Path, split: str, **settings: object) -> Pipeline:
+    return Pipeline(folder, split=split, stages=split.count(",") + 1, **{"wire": "f32", **settings})
+
+
+@pytest.mark.parametrize("readout", ["first", "last"])
+@pytest.mark.parametrize(("name", "split"), CASES)
+def test_every_split_yields_the_golden_tokens(goldens: Path, name: str, split: str, readout: str) -> None:
+    golden = expected_of(goldens / name)
+    assert pipeline(goldens / name, split, readout=readout).generate(golden["prompt_ids"], len(golden["greedy_ids"])) == golden["greedy_ids"]
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama-untied-sharded-bf16"])
+def test_logits_agree_with_the_golden(goldens: Path, name: str) -> None:
+    golden = expected_of(goldens / name)
+    expected = np.array(golden["logits_last"])
+    logits = logits_of(pipeline(goldens / name, "0,3,3" if name == "llama-tied" else "0,3,4"), golden["prompt_ids"])[-1]
+    assert np.abs(logits - expected).max() < 2e-3 * np.ptp(expected)
+
+
+@pytest.mark.parametrize("split", ["6", "2,4"])
+def test_plain_tinygrad_yields_the_golden_tokens(goldens: Path, split: str) -> None:
+    golden = expected_of(goldens / "llama-tied")
+    pipe = pipeline(goldens / "llama-tied", split, kernels="tinygrad", prefill_chunk=4, context=64)
+    assert pipe.generate(golden["prompt_ids"], 8) == golden["greedy_ids"][:8]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 128])
+def test_chunks_of_a_prompt_change_nothing(goldens: Path, chunk: int) -> None:
+    golden = expected_of(goldens / "llama-tied")
+    assert pipeline(goldens / "llama-tied", "2,4", prefill_chunk=chunk).generate(golden["prompt_ids"], len(golden["greedy_ids"])) == golden["greedy_ids"]
+
+
+def test_each_hop_of_a_lap_goes_to_the_next_stage(goldens: Path) -> None:
+    golden = expected_of(goldens / "llama-tied")
+    pipe = pipeline(goldens / "llama-tied", "2,2,2")
+    pipe.generate(golden["prompt_ids"], 5)
+    assert pipe.hops == [1, 2, 0] * 5
+
+
+def test_many_requests_at_once_get_what_each_gets_alone(goldens: Path) -> None:
+    prompts = [[7, 8, 9], [430, 51] * 9, [3], list(range(40, 70)), [100] * 5, [11, 12]]
+    pipe = pipeline(goldens / "llama-tied", "2,4", slots=3, prefill_chunk=16)
+    together = pipe.generate_all(prompts, 12)
+    assert together == [pipe.generate(prompt, 12) for prompt in prompts]
+
+
+# ---- mutations: what the golden test must notice ----
+
+
+def tokens_without_a_block(pipe: Pipeline) -> None:
+    """Stage 1 passes its input on."""
+    pipe.stages[1].slice.forward = lambda x, slots, positions: x  # type: ignore[method-assign]
+
+
+def swapped_stages(pipe: Pipeline) -> None:
+    pipe.stages[1].slice, pipe.stages[2].slice = pipe.stages[2].slice, pipe.stages[1].slice
+
+
+def positions_off_by_one(pipe: Pipeline) -> None:
+    whole = pipe.stages[1].slice.forward
+    pipe.stages[1].slice.forward = lambda x, slots, positions: whole(x, slots, positions + (positions > 3))  # type: ignore[method-assign]
+
+
+def another_slot(pipe: Pipeline) -> None:
+    """Decode writes to another slot than prefill did."""
+    whole = pipe.stages[1].slice.forward
+    pipe.stages[1].slice.forward = lambda x, slots, positions: whole(x, slots + (len(x) == 1), positions)  # type: ignore[method-assign]
+
+
+MUTATIONS = [tokens_without_a_block, swapped_stages, positions_off_by_one, another_slot]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+def test_a_mutation_is_noticed(goldens: Path, mutate: object) -> None:
+    golden = expected_of(goldens / "llama-tied")
+    pipe = pipeline(goldens / "llama-tied", "2,2,2")
+    mutate(pipe)  # type: ignore[operator]
+    assert pipe.generate(golden["prompt_ids"], len(golden["greedy_ids"])) != golden["greedy_ids"]
+
+
+# ---- faults: lost and doubled frames ----
+
+
+class Faults:
+    """Drops, or doubles, the nth frame of a run."""
+
+    def __init__(self, nth: int, copies: int):
+        self.nth, self.copies, self.seen = nth, copies, 0
+
+    def __call__(self, data: bytes) -> list[bytes]:
+        self.seen += 1
+        return [data] * (self.copies if self.seen == self.nth else 1)
+
+
+@pytest.mark.parametrize("copies", [0, 2])
+@pytest.mark.parametrize("split", ["2,4", "0,3,3"])
+@pytest.mark.parametrize("readout", ["first", "last"])
+def test_each_frame_may_be_lost_or_doubled_once(goldens: Path, split: str, readout: str, copies: int) -> None:
+    golden = expected_of(goldens / "llama-tied")
+    prompt, answer = golden["prompt_ids"], golden["greedy_ids"][:6]
+    pipe = pipeline(goldens / "llama-tied", split, readout=readout, prefill_chunk=4)
+    pipe.generate(prompt, 6)
+    for nth in range(1, len(pipe.hops) + 1):
+        pipe.tamper = Faults(nth, copies)
+        assert pipe.generate(prompt, 6) == answer, f"frame {nth}"
+        assert pipe.tamper.seen >= nth
+
+
+# ---- the real model ----
+
+
+@pytest.fixture(scope="module")
+def real_goldens(goldens: Path) -> list[dict]:
+    return json.loads((goldens / "smollm2-135m-q4_1.json").read_text())["cases"]
+
+
+def test_the_real_model_takes_the_golden_tokens_where_they_are_clear(smollm2_gguf: Path, real_goldens: list[dict]) -> None:
+    pipe = Pipeline(smollm2_gguf, split="15,15", stages=2, wire="f32", context=256)
+    for case in real_goldens:
+        ids = case["prompt_ids"] + case["greedy_ids"]
+        n_prompt = len(case["prompt_ids"])
+        chosen = logits_of(pipe, ids[:-1])[n_prompt - 1 :].argmax(-1)
+        clear = np.array(case["margins"]) > 0.25
+        assert clear.sum() > 3
+        assert (chosen[clear] == np.array(case["greedy_ids"])[clear]).all()
+
+
+@pytest.mark.parametrize("wire", ["f32", "bf16"])
+def test_the_real_model_gives_the_same_tokens_for_any_number_of_stages(smollm2_gguf: Path, real_goldens: list[dict], wire: str) -> None:
+    prompt = real_goldens[0]["prompt_ids"]
+    model = open_model(smollm2_gguf, cache=Path("/nonexistent"))
+    pipes = {stages: Pipeline(model, stages=stages, wire=wire, context=256) for stages in (1, 2, 3, 5)}
+    answers = {stages: pipe.generate(prompt, 12) for stages, pipe in pipes.items()}
+    for stages, answer in answers.items():
+        assert answer == (answers[1] if wire == "f32" else in_one_process_that_rounds(pipes[stages], prompt, 12))
+
+
+def in_one_process_that_rounds(pipe: Pipeline, prompt: list[int], n: int) -> list[int]:
+    """Greedy ids with the wire's rounding at each boundary, and no frame, queue, slot or scheduler."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(logits_of(pipe, ids)[-1].argmax()))
+    return ids[len(prompt) :]

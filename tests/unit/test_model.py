@@ -1,0 +1,164 @@
+"""Slices of whole models: the goldens by both paths, a split is the whole, and mistakes that must not go unnoticed."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pptasks.errors import Unsupported
+from pptasks.models import open_model
+from pptasks.modelinfo import Model
+from pptasks.plan import Span
+from workers.model import Slice
+
+LLAMAS = ["llama-tied", "llama-untied-sharded-bf16"]
+CONTEXT, MAX_ROWS, SLOT = 64, 16, 1
+
+
+@dataclass(frozen=True)
+class Golden:
+    model: Model
+    expected: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=LLAMAS)
+def golden(request: pytest.FixtureRequest, goldens: Path, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    folder = goldens / request.param
+    return Golden(open_model(folder, tmp_path_factory.mktemp("cache")), json.loads((folder / "expected.json").read_text()))
+
+
+def make(model: Model, lo: int, hi: int, *, kernels: str = "auto", ends: bool | None = None, max_rows: int = MAX_ROWS, context: int = CONTEXT) -> Slice:
+    """ends: with embedding and read-out; by default where the span begins and ends the model."""
+    embedding = lo == 0 if ends is None else ends
+    readout = hi == model.config.n_blocks if ends is None else ends
+    return Slice(
+        model, Span(lo, hi), embedding=embedding, readout=readout, n_slots=3, context=context, max_rows=max_rows, kernels=kernels,
+        on_progress=lambda *_: None,
+    )  # fmt: skip
+
+
+def run(slices: list[Slice], ids: list[int], first: int = 0) -> np.ndarray:
+    """Logits (len(ids), V) of consecutive positions from `first` on, through a chain of slices."""
+    x = slices[0].embed(np.array(ids, np.int32))
+    for slice_ in slices:
+        x = slice_.forward(x, np.full(len(ids), SLOT, np.int32), np.arange(first, first + len(ids), dtype=np.int32))
+    return slices[-1].logits(x)
+
+
+def greedy(slices: list[Slice], prompt: list[int], n: int) -> tuple[np.ndarray, list[int]]:
+    """Logits after the prompt, and the ids that follow."""
+    after_prompt = run(slices, prompt)[-1]
+    ids = [int(after_prompt.argmax())]
+    while len(ids) < n:
+        ids.append(int(run(slices, ids[-1:], len(prompt) + len(ids) - 1)[0].argmax()))
+    return after_prompt, ids
+
+
+@pytest.mark.parametrize("kernels", ["auto", "tinygrad"])
+def test_goldens(golden: Golden, kernels: str):
+    whole = make(golden.model, 0, golden.model.config.n_blocks, kernels=kernels)
+    expected = np.array(golden.expected["logits_last"])
+    logits, ids = greedy([whole], golden.expected["prompt_ids"], len(golden.expected["greedy_ids"]))
+    assert whole.kernels_used == ("tinygrad" if kernels == "tinygrad" else "c")
+    assert ids == golden.expected["greedy_ids"]
+    assert np.abs(logits - expected).max() <= 2e-3 * (expected.max() - expected.min())
+
+
+@pytest.mark.parametrize("cuts", [(3,), (1, 2), (0, 4), (1, 2, 3, 4, 5)])
+def test_a_split_is_the_whole_bit_for_bit(golden: Golden, cuts: tuple[int, ...]):
+    n, prompt = golden.model.config.n_blocks, golden.expected["prompt_ids"]
+    edges = [0, *cuts, n]
+    parts = [make(golden.model, lo, hi) for lo, hi in zip(edges, edges[1:], strict=False)]
+    whole = [make(golden.model, 0, n)]
+    for first, ids in [(0, prompt), (len(prompt), [7]), (len(prompt) + 1, [8, 9])]:
+        assert run(parts, ids, first).tobytes() == run(whole, ids, first).tobytes()
+
+
+def test_a_slice_holds_its_own_tensors_and_no_others(golden: Golden):
+    c, n = golden.model.config, golden.model.config.n_blocks
+    matrix = c.vocab_size * c.dim * (2 if "bf16" in golden.model.name else 4)
+    whole, middle = make(golden.model, 0, n), make(golden.model, 2, 4)
+    blocks = make(golden.model, 0, n, ends=False)
+    norm = c.dim * 4
+    assert whole.weights_bytes == blocks.weights_bytes + norm + matrix * (1 if c.tied else 2)
+    assert middle.weights_bytes * n == blocks.weights_bytes * 2
+    assert make(golden.model, 0, 0).weights_bytes == matrix
+
+
+@pytest.mark.parametrize("mistake", ["a dropped block", "two stages swapped", "positions off by one", "slots mixed up"])
+def test_mistakes_are_visible(golden: Golden, mistake: str):
+    n, prompt = golden.model.config.n_blocks, golden.expected["prompt_ids"]
+    bounds = {"a dropped block": [(0, 2), (3, n)], "two stages swapped": [(0, 2), (4, n), (2, 4)]}.get(mistake, [(0, 3), (3, n)])
+    chain = [make(golden.model, lo, hi, ends=True) for lo, hi in bounds]
+    x = chain[0].embed(np.array(prompt, np.int32))
+    slots, positions = np.full(len(prompt), SLOT, np.int32), np.arange(len(prompt), dtype=np.int32)
+    if mistake == "positions off by one":
+        positions[-1] += 1
+    if mistake == "slots mixed up":
+        slots[-1] += 1
+    for slice_ in chain:
+        x = slice_.forward(x, slots, positions)
+    expected = np.array(golden.expected["logits_last"])
+    assert np.abs(chain[-1].logits(x[-1:])[0] - expected).max() > 2e-2 * (expected.max() - expected.min())
+
+
+def test_the_plain_path_takes_any_rows_up_to_its_largest(golden: Golden):
+    """Padding rows go to a slot of their own."""
+    plain, ours = make(golden.model, 1, 2, kernels="tinygrad", max_rows=3), make(golden.model, 1, 2, max_rows=3)
+    x = np.random.default_rng(0).standard_normal((3, plain.dim)).astype(np.float32)
+    for rows in (2, 3, 1):
+        slots, positions = np.array([2, 2, 0], np.int32)[:rows], np.array([0, 1, 0], np.int32)[:rows]
+        np.testing.assert_allclose(plain.forward(x[:rows], slots, positions), ours.forward(x[:rows], slots, positions), atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "tinygrad"])
+def test_warm_reports_its_progress(golden: Golden, kernels: str):
+    seen: list[tuple[str, int, int]] = []
+    slice_ = Slice(
+        golden.model, Span(0, 1), embedding=True, readout=True, n_slots=1, context=16, max_rows=1, kernels=kernels,
+        on_progress=lambda *at: seen.append(at),
+    )  # fmt: skip
+    seen.clear()
+    slice_.warm()
+    assert seen[0][:2] == ("compile", 0)
+    assert seen[-1] == ("compile", seen[0][2], seen[0][2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "slot", "position"), [(0, 0, 0), (MAX_ROWS + 1, 0, 0), (1, 3, 0), (1, -1, 0), (1, 0, CONTEXT), (1, 0, -1)]
+)
+def test_what_would_leave_the_cache_is_refused(golden: Golden, rows: int, slot: int, position: int):
+    slice_ = make(golden.model, 0, 1)
+    with pytest.raises(ValueError, match=r"slot|position|shape"):
+        slice_.forward(np.zeros((rows, slice_.dim), np.float32), np.full(rows, slot, np.int32), np.full(rows, position, np.int32))
+
+
+@pytest.mark.parametrize("token", [-1, 512])
+def test_an_id_outside_the_vocabulary_is_refused(golden: Golden, token: int):
+    with pytest.raises(ValueError, match=f"token id outside 0 to 511: {token}"):
+        make(golden.model, 0, 0).embed(np.array([token], np.int32))
+
+
+def test_an_architecture_that_no_family_describes_is_named(golden: Golden):
+    strange = replace(golden.model, config=replace(golden.model.config, architecture="mamba"))
+    with pytest.raises(Unsupported, match="architecture 'mamba' cannot be computed; supported: llama"):
+        make(strange, 0, 1)
+
+
+def test_smollm2_chooses_the_golden_ids(smollm2_gguf: Path, goldens: Path, tmp_path: Path):
+    """Teacher-forced: the golden prefix at every position, and our choice wherever theirs was clear."""
+    model = open_model(smollm2_gguf, tmp_path)
+    slices = [make(model, lo, hi, max_rows=64, context=256) for lo, hi in [(0, 11), (11, 30)]]
+    wrong, clear = [], 0
+    for case in json.loads((goldens / "smollm2-135m-q4_1.json").read_text())["cases"]:
+        ids = case["prompt_ids"] + case["greedy_ids"][:-1]
+        logits = np.concatenate([run(slices, ids[i : i + 64], i) for i in range(0, len(ids), 64)])[len(case["prompt_ids"]) - 1 :]
+        for row, golden_id, margin in zip(logits, case["greedy_ids"], case["margins"], strict=True):
+            clear += margin > 0.25
+            if margin > 0.25 and row.argmax() != golden_id:
+                wrong.append((case["prompt"], golden_id, int(row.argmax())))
+    assert not wrong
+    assert clear > 50
