@@ -123,7 +123,7 @@ class LinkSettings:
         host, _, port = self.target.rpartition(":")
         host = host.strip("[]")
         with contextlib.suppress(ValueError):
-            if ipaddress.ip_address(host).is_loopback and 0 < int(port) < 65536:
+            if (host == "localhost" or ipaddress.ip_address(host).is_loopback) and 0 < int(port) < 65536:
                 return host, int(port)
         raise ConfigError(f'PP_LINK_TARGET must be a loopback address and port, 127.0.0.1:6379, not "{self.target}"')
 
@@ -339,6 +339,8 @@ class Server:
 
 async def serve(settings: LinkSettings) -> None:
     """Serve until cancelled. Raises ConfigError, LinkError."""
+    if not settings.allow:
+        raise ConfigError("PP_LINK_ALLOW must be the path of the allow-list, a file with one peer id a line")
     async with open_endpoint(settings) as endpoint:
         server = Server(endpoint, settings)
         if settings.relayed:

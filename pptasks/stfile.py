@@ -107,6 +107,8 @@ def _parse_object(data: bytes, path: Path) -> dict[str, Any]:
 
     try:
         value = json.loads(data, object_pairs_hook=unique)
+        if b"\\u" in data:  # an escaped half of a surrogate pair is JSON, and no text
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise ModelFileError(f"{path}: its JSON cannot be read: {e}") from e
     if not isinstance(value, dict):

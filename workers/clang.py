@@ -1,7 +1,8 @@
 """Which C compiler tinygrad's CPU device runs, one process a kernel.
 
-tinygrad calls `$CC` (the path of one program, never split) with clang's own flags. A bare machine has no clang; the wheel `ziglang` holds one,
-behind `zig clang`, so a two-line script in the cache folder stands in. Imported before tinygrad, and light: no numpy, no tinygrad.
+tinygrad calls `$CC` (the path of one program, never split) with clang's own flags. A bare machine has no clang, but the
+wheel `ziglang` holds one, behind `zig clang`: a two-line script in the cache folder stands in. This module is imported
+before tinygrad, and is light: no numpy, no tinygrad.
 """
 
 import hashlib
@@ -28,9 +29,10 @@ void probe(v16 *out, const h16 *in) { *out = __builtin_convertvector(*in, v16); 
 
 
 def compiler(environ: Mapping[str, str], cache: Path) -> str:
-    """The path to set CC to before tinygrad is imported: CC itself if it is set, a clang on PATH, or the one in the wheel ziglang.
+    """The path to set CC to before tinygrad is imported: CC if it is set, a clang on PATH, or the one in ziglang.
 
-    Each must have compiled a probe; a success is remembered in `cache`. Raises ConfigError, with the remedy, if CC does not work or there is none.
+    It has compiled a probe, here or in an earlier run that shared `cache`.
+    Raises ConfigError, with the remedy, if the given CC does not work or nothing is found that does.
     """
     folder = cache / "compilers"
     explicit = environ.get("CC")
@@ -41,11 +43,11 @@ def compiler(environ: Mapping[str, str], cache: Path) -> str:
             return path
     zig = _zig()
     if zig is None:
-        raise ConfigError('no C compiler for the CPU: install clang (14 or later) or "pip install ziglang", or set CC to a clang')
+        raise ConfigError(f'no C compiler for the CPU: install clang ({OLDEST} or later) or "pip install ziglang"')
     path = _zig_script(zig, folder)
     complaint = _complaint(path, folder)
     if complaint is not None:
-        raise ConfigError(f"the compiler of the wheel ziglang does not work here ({complaint}): install clang, or set CC to a clang")
+        raise ConfigError(f"the wheel ziglang's compiler does not work here ({complaint}): install clang")
     return path
 
 
@@ -53,7 +55,8 @@ def _checked_cc(cc: str, environ: Mapping[str, str], folder: Path) -> str:
     path = shutil.which(cc, path=environ.get("PATH"))
     complaint = "there is no such program; arguments are not allowed" if path is None else _complaint(path, folder)
     if path is None or complaint is not None:
-        raise ConfigError(f"CC={cc} cannot compile for the CPU ({complaint}): unset CC, or set it to a clang of version {OLDEST} or later")
+        remedy = f"unset CC, or set it to a clang of version {OLDEST} or later"
+        raise ConfigError(f"CC={cc} cannot compile for the CPU ({complaint}): {remedy}")
     return path
 
 
@@ -74,7 +77,7 @@ def _zig() -> Path | None:
 
 
 def _zig_script(zig: Path, folder: Path) -> str:
-    """An executable of our own that is `zig clang`. Written under another name first: other processes may be starting it."""
+    """An executable of our own that is `zig clang`."""
     text = f'#!/bin/sh\nexec {shlex.quote(str(zig))} clang "$@"\n'
     script = folder / f"zig-clang-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not os.access(script, os.X_OK):
@@ -105,7 +108,7 @@ def _complaint(path: str, folder: Path) -> str | None:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """Whole or not at all, whoever else writes the same."""
+    """Whole or not at all: other processes may write the same file, or be running it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(dir=path.parent)
     try:

@@ -5,6 +5,7 @@ computes, and puts what arrives into the inbox.
 """
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from pptasks.routing import HEAD, route
 from pptasks.sender import HopSender
 from pptasks.tasks import Hop, Submit
 from pptasks.wire import ErrorCode, Frame, Kind, encode, short_id
+from workers.clang import compiler
 from workers.head import Head
 from workers.reporter import Reporter
 from workers.stage import Stage
@@ -26,6 +28,17 @@ from workers.stage import Stage
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # how soon a revoke or a late lap is noticed
+
+
+def choose_compiler(settings: Settings) -> None:
+    """Tell tinygrad which C compiler to run; it reads CC when it is imported. Raises ConfigError if the CPU is the device and there is none."""
+    try:
+        os.environ["CC"] = compiler({"CC": settings.cc or ""}, settings.cache)
+    except ConfigError:
+        from tinygrad import Device
+
+        if Device.DEFAULT == "CPU":
+            raise
 
 
 class Stop:
@@ -86,6 +99,7 @@ class Engine:
         plan = make_plan(model, settings)
         span = plan.spans[index]
         self._membership.update(digest=plan.digest.hex(), span=(span.lo, span.hi), n_blocks=plan.n_blocks)
+        choose_compiler(settings)
         from workers.model import Slice  # imports tinygrad, which takes a second: say hello first
 
         slice_ = Slice(

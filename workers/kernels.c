@@ -1,18 +1,18 @@
 /* The CPU kernels of a stage: one Llama block per call (`block`), and the read-out (`readout`).
  *
- * Plain C with clang's vector extensions; nothing is included and nothing is called outside this file. `kernels.py` puts the
- * model's numbers and the weights' types in front of this text and asks for one entry with -DENTRY_BLOCK or ENTRY_READOUT:
+ * Plain C with clang's vector extensions; nothing is included and nothing outside this file is called. `kernels.py`
+ * puts the model's numbers and the weights' types in front of this text, and defines ENTRY_BLOCK or ENTRY_READOUT:
  *
  *   DIM (D), HEADS (H), KV_HEADS (KV), HEAD_DIM (Hd), FFN (F), VOCAB (V), EPS; D, F and Hd are multiples of 16.
  *   Q_T, K_T, V_T, O_T, GATE_T, UP_T, DOWN_T, OUT_T: f32, f16 or bf16, the type of that weight in memory.
  *
  * Every weight is row-major (out, in). A call computes `rows` rows, each one position of one sequence.
  *
- * ONE ORDER. Each dot product is summed by one 16-wide accumulator in ascending order, then by the one tree in `sum4`. Which
- * rows are computed together changes only what stays in registers, so a row's bits do not depend on its company, and neither
- * does a prompt's on how it is cut into chunks. Keep this when changing anything here: a test compares bytes.
+ * ONE ORDER. Each dot product is summed by one 16-wide accumulator in ascending order, then by the one tree in `sum4`.
+ * Which rows are computed together changes only what stays in registers, so a row's bits do not depend on its company,
+ * and a prompt's not on how it is cut into chunks. Keep this when changing anything here: tests compare bytes.
  *
- * tinygrad's loader enters at the first byte of the code, so the entry must be the first function in the file that emits any;
+ * tinygrad's loader enters at the first byte of the code, so the entry must be the first function here that emits any;
  * what it calls is declared before it and defined after it.
  */
 
@@ -59,21 +59,24 @@ void readout(float *restrict logits, float *restrict scratch, const float *restr
 
 static void rotate(float *x, long heads, const float *table);
 static void copy(float *to, const float *from, long n);
-static void attend(float *out, float *scores, const float *q, const float *keys, const float *values, long length, long stride);
+static void attend(float *out, float *scores, const float *q, const float *keys, const float *values, long length,
+                   long stride);
 static void silu_mul(float *gate, const float *up, long n);
 static void add(float *x, const float *y, long n);
 
-/* x (rows, D) becomes the block's output, in place. Row r is position positions[r] of the sequence in slot slots[r]. Its key
- * and value are written to the caches (slots, context, KV, Hd) before any row attends, so rows of one sequence may follow each
- * other in one call. table (context, Hd): the cosines of the Hd/2 angles, then their sines. scratch: see `scratch_floats`. */
+/* x (rows, D) becomes the block's output, in place. Row r is position positions[r] of the sequence in slot slots[r].
+ * Its key and value are written to the caches (slots, context, KV, Hd) before any row attends, so rows of one sequence
+ * may follow each other in one call. table (context, Hd): the cosines of the Hd/2 angles, then their sines.
+ * scratch: see `_scratch_floats`. */
 void block(float *restrict x, float *restrict scratch, const int *restrict slots, const int *restrict positions,
            const float *restrict table, float *restrict keys, float *restrict values, const float *restrict attn_norm,
            const Q_T *restrict wq, const K_T *restrict wk, const V_T *restrict wv, const O_T *restrict wo,
            const float *restrict ffn_norm, const GATE_T *restrict w_gate, const UP_T *restrict w_up,
            const DOWN_T *restrict w_down, long rows, long context) {
-  float *normed = scratch, *y = normed + rows * DIM;                                             /* (rows, D) each */
+  float *normed = scratch, *y = normed + rows * DIM; /* (rows, D) each */
   float *q = y + rows * DIM, *k = q + rows * Q_DIM, *v = k + rows * KV_DIM, *o = v + rows * KV_DIM;
-  float *gate = o + rows * Q_DIM, *up = gate + rows * FFN, *scores = up + rows * FFN;
+  float *gate = o + rows * Q_DIM, *up = gate + rows * FFN, *scores = up + rows * FFN; /* scores: (H, stride) */
+  long stride = (context + 15) / 16 * 16;
 
   rms_norm(normed, x, attn_norm, rows);
   matmul(q, normed, wq, rows, Q_DIM, DIM);
@@ -89,7 +92,7 @@ void block(float *restrict x, float *restrict scratch, const int *restrict slots
   }
   for (long r = 0; r < rows; r++) {
     long slot = slots[r] * context * KV_DIM;
-    attend(o + r * Q_DIM, scores, q + r * Q_DIM, keys + slot, values + slot, positions[r] + 1, (context + 15) / 16 * 16);
+    attend(o + r * Q_DIM, scores, q + r * Q_DIM, keys + slot, values + slot, positions[r] + 1, stride);
   }
   matmul(y, o, wo, rows, DIM, Q_DIM);
   add(x, y, rows * DIM);
@@ -129,8 +132,8 @@ static inline v4 sum4(v16 a, v16 b, v16 c, v16 d) {
 }
 static inline float sum(v16 a) { return sum4(a, zero(), zero(), zero()).x; }
 
-/* e^x within 2e-7 relative for -86 <= x <= 88; 0 below, e^88 above. x = n ln 2 + f, a polynomial for e^f, n added to the
- * exponent. 1.5 * 2^23 rounds n to an integer in the low bits of the float. */
+/* e^x within 4e-7 relative for -86 <= x <= 88; 0 below, e^88 above. x = n ln 2 + f: a polynomial for e^f, and n is
+ * added to the exponent. Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits of the float. */
 static inline v16 exp16(v16 x) {
   const float round = 12582912.0f;
   i16 below = x < -86.0f;
@@ -139,7 +142,8 @@ static inline v16 exp16(v16 x) {
   v16 shifted = x * 1.44269504f + round;
   v16 n = shifted - round;
   v16 f = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-  v16 p = 1.0f + f * (1.0f + f * (0.5f + f * (0.166666667f + f * (0.0416666667f + f * (0.00833333333f + f * 0.00138888889f)))));
+  v16 high = 0.166666667f + f * (0.0416666667f + f * (0.00833333333f + f * 0.00138888889f));
+  v16 p = 1.0f + f * (1.0f + f * (0.5f + f * high));
   i16 bits = __builtin_bit_cast(i16, p) + (__builtin_bit_cast(i16, shifted) << 23);
   return __builtin_bit_cast(v16, bits & ~below);
 }
@@ -153,59 +157,63 @@ static inline v16 exp16(v16 x) {
 #endif
 #define PANEL 48 /* rows of x that stay in the second-level cache while all of w passes; a multiple of TILE_ROWS */
 
-/* One row of x. The weights are read once, from memory, one row after the other: one stream is what the prefetcher follows
- * (four rows side by side: half the speed). Groups of four outputs share the last additions alone. */
-#define DEFINE_ONE_ROW(T)                                                                                                \
-  OVERLOAD inline void one_row(float *out, const float *x, const T *w, long n_in) {                                      \
-    v16 acc[4];                                                                                                          \
-    UNROLL for (int k = 0; k < 4; k++) {                                                                                 \
-      acc[k] = zero();                                                                                                   \
-      for (long i = 0; i < n_in; i += 16) acc[k] += load(w + k * n_in + i) * load(x + i);                                \
-    }                                                                                                                    \
-    *(f32x4 *)out = sum4(acc[0], acc[1], acc[2], acc[3]);                                                                \
+/* One row of x. The weights are read once, from memory, one row after the other: one stream is what the prefetcher
+ * follows (four rows side by side: half the speed). Groups of four outputs share the last additions alone. */
+#define DEFINE_ONE_ROW(T)                                                                                              \
+  OVERLOAD inline void one_row(float *out, const float *x, const T *w, long n_in) {                                    \
+    v16 acc[4];                                                                                                        \
+    UNROLL for (int k = 0; k < 4; k++) {                                                                               \
+      acc[k] = zero();                                                                                                 \
+      for (long i = 0; i < n_in; i += 16) acc[k] += load(w + k * n_in + i) * load(x + i);                              \
+    }                                                                                                                  \
+    *(f32x4 *)out = sum4(acc[0], acc[1], acc[2], acc[3]);                                                              \
   }
 
-/* N rows of x against four rows of w: 4 N accumulators stay in registers, what is loaded is used N or 4 times. `ahead`: also
- * ask for the next four rows of w, which the hardware does not foresee among four streams. */
-#define DEFINE_TILE(T, N)                                                                                                \
-  INLINE void tile##N(float *out, long n_out, const float *x, const T *w, long n_in, int ahead) {               \
-    v16 acc[N][4], wv[4];                                                                                                \
-    UNROLL for (int n = 0; n < N; n++) UNROLL for (int k = 0; k < 4; k++) acc[n][k] = zero();                            \
-    NO_UNROLL for (long i = 0; i < n_in; i += 16) { /* unrolled by hand below, and enough */                             \
-      if (ahead) UNROLL for (unsigned long byte = 0; byte < 64 * sizeof(T); byte += 64)                                  \
-        __builtin_prefetch((const char *)(w + 4 * n_in + 4 * i) + byte);                                                 \
-      UNROLL for (int k = 0; k < 4; k++) wv[k] = load(w + k * n_in + i);                                                 \
-      UNROLL for (int n = 0; n < N; n++) {                                                                               \
-        v16 xv = load(x + n * n_in + i);                                                                                 \
-        UNROLL for (int k = 0; k < 4; k++) acc[n][k] += wv[k] * xv;                                                      \
-      }                                                                                                                  \
-    }                                                                                                                    \
-    UNROLL for (int n = 0; n < N; n++)                                                                                   \
-      *(f32x4 *)(out + n * n_out) = sum4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);                                    \
+/* N rows of x against four rows of w: 4 N accumulators stay in registers, what is loaded is used N or 4 times. `ahead`:
+ * also ask for the next four rows of w, which the hardware does not foresee among four streams. */
+#define DEFINE_TILE(T, N)                                                                                              \
+  INLINE void tile##N(float *out, long n_out, const float *x, const T *w, long n_in, int ahead) {                      \
+    v16 acc[N][4], wv[4];                                                                                              \
+    UNROLL for (int n = 0; n < N; n++) UNROLL for (int k = 0; k < 4; k++) acc[n][k] = zero();                          \
+    NO_UNROLL for (long i = 0; i < n_in; i += 16) { /* unrolled further it is slower */                                \
+      if (ahead) UNROLL for (unsigned long byte = 0; byte < 64 * sizeof(T); byte += 64)                                \
+        __builtin_prefetch((const char *)(w + 4 * n_in + 4 * i) + byte);                                               \
+      UNROLL for (int k = 0; k < 4; k++) wv[k] = load(w + k * n_in + i);                                               \
+      UNROLL for (int n = 0; n < N; n++) {                                                                             \
+        v16 xv = load(x + n * n_in + i);                                                                               \
+        UNROLL for (int k = 0; k < 4; k++) acc[n][k] += wv[k] * xv;                                                    \
+      }                                                                                                                \
+    }                                                                                                                  \
+    UNROLL for (int n = 0; n < N; n++)                                                                                 \
+      *(f32x4 *)(out + n * n_out) = sum4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);                                  \
   }
 
-#define TILE(N) case N: if (r == first) tile##N(to, n_out, from, wo, n_in, 1); else tile##N(to, n_out, from, wo, n_in, 0); break;
+#define TILE(N)                                                      \
+  case N:                                                            \
+    if (r == first) tile##N(to, n_out, from, wo, n_in, 1);           \
+    else tile##N(to, n_out, from, wo, n_in, 0);                      \
+    break;
 
-/* Any number of rows. n_out >= 4; where it is no multiple of four, the last group starts earlier and computes some outputs
- * twice. */
-#define DEFINE_MATMUL(T)                                                                                                 \
-  DEFINE_ONE_ROW(T)                                                                                                      \
-  DEFINE_TILE(T, 1) DEFINE_TILE(T, 2) DEFINE_TILE(T, 3) DEFINE_TILE(T, 4) DEFINE_TILE(T, 5) DEFINE_TILE(T, 6)            \
-  OVERLOAD void matmul(float *out, const float *x, const T *w, long rows, long n_out, long n_in) {                       \
-    for (long first = 0; first < rows; first += PANEL) {                                                                 \
-      long last = first + PANEL < rows ? first + PANEL : rows;                                                           \
-      for (long group = 0; group < n_out; group += 4) {                                                                  \
-        long o = group + 4 <= n_out ? group : n_out - 4;                                                                 \
-        const T *wo = w + o * n_in;                                                                                      \
-        if (rows == 1) { one_row(out + o, x, wo, n_in); continue; }                                                      \
-        for (long r = first; r < last; r += TILE_ROWS) {                                                                 \
-          float *to = out + r * n_out + o;                                                                               \
-          const float *from = x + r * n_in;                                                                              \
-          long n = last - r < TILE_ROWS ? last - r : TILE_ROWS;                                                          \
-          switch (n) { TILE(6) TILE(5) TILE(4) TILE(3) TILE(2) TILE(1) }                                                 \
-        }                                                                                                                \
-      }                                                                                                                  \
-    }                                                                                                                    \
+/* Any number of rows. n_out >= 4; where it is no multiple of four, the last group starts earlier and computes some
+ * outputs twice. */
+#define DEFINE_MATMUL(T)                                                                                               \
+  DEFINE_ONE_ROW(T)                                                                                                    \
+  DEFINE_TILE(T, 1) DEFINE_TILE(T, 2) DEFINE_TILE(T, 3) DEFINE_TILE(T, 4) DEFINE_TILE(T, 5) DEFINE_TILE(T, 6)          \
+  OVERLOAD void matmul(float *out, const float *x, const T *w, long rows, long n_out, long n_in) {                     \
+    for (long first = 0; first < rows; first += PANEL) {                                                               \
+      long last = first + PANEL < rows ? first + PANEL : rows;                                                         \
+      for (long group = 0; group < n_out; group += 4) {                                                                \
+        long o = group + 4 <= n_out ? group : n_out - 4;                                                               \
+        const T *wo = w + o * n_in;                                                                                    \
+        if (rows == 1) { one_row(out + o, x, wo, n_in); continue; }                                                    \
+        for (long r = first; r < last; r += TILE_ROWS) {                                                               \
+          float *to = out + r * n_out + o;                                                                             \
+          const float *from = x + r * n_in;                                                                            \
+          long n = last - r < TILE_ROWS ? last - r : TILE_ROWS;                                                        \
+          switch (n) { TILE(6) TILE(5) TILE(4) TILE(3) TILE(2) TILE(1) }                                               \
+        }                                                                                                              \
+      }                                                                                                                \
+    }                                                                                                                  \
   }
 
 DEFINE_MATMUL(f32)
@@ -261,9 +269,11 @@ static float softmax_numerators(float *scores, long length) {
   return sum(total);
 }
 
-/* out (H, Hd): one position's attention over the first `length` positions of its sequence. keys and values (context, KV, Hd).
- * scores (H, stride). Keys are read in the order they lie in, four positions at a time; past the end the last one repeats. */
-static void attend(float *out, float *scores, const float *q, const float *keys, const float *values, long length, long stride) {
+/* out (H, Hd): one position's attention over the first `length` positions of its sequence. keys and values
+ * (context, KV, Hd), scores (H, stride). Keys are read in the order they lie in, four positions at a time; past the end
+ * the last one repeats. */
+static void attend(float *out, float *scores, const float *q, const float *keys, const float *values, long length,
+                   long stride) {
   const float scale = 1.0f / __builtin_sqrtf((float)HEAD_DIM);
   for (long t = 0; t < length; t += 4) {
     const float *key[4];

@@ -1,4 +1,4 @@
-"""A span's tensors, from their place in a file into memory: ranged reads, bounded chunks, nothing that the stage does not keep.
+"""A span's tensors, from their place in a file into memory: ranged reads, bounded chunks, nothing that is not kept.
 
 Knows file types and element types; nothing about devices or what a tensor is for.
 """
@@ -7,14 +7,21 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import gguf
+import ml_dtypes
 import numpy as np
 
 from pptasks.errors import ModelFileError, Unsupported
 from pptasks.modelinfo import TensorRef
 
-FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # numpy has no bfloat16: its bits
+DType = np.dtype[Any]
+FLOATS: dict[str, DType] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # the block formats of GGUF
 CHUNK_ELEMENTS = 1 << 18  # of float32 at a time: 1 MiB, what a core's second-level cache holds
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
@@ -26,21 +33,23 @@ OnProgress = Callable[[str, int, int], None]  # phase, done, total
 class Weight:
     """One tensor in memory, row-major and aligned to 64 bytes."""
 
-    data: np.ndarray  # float32, float16, or uint16 for BF16
-    dtype: str  # "F32", "F16" or "BF16"
+    data: np.ndarray
+    dtype: str  # a key of FLOATS
 
 
 def load(refs: Sequence[TensorRef], on_progress: OnProgress) -> Iterator[tuple[str, Weight]]:
-    """Yield (name, weight) for each ref, in order; beyond what the caller keeps, no more than a chunk is in memory.
+    """Yield (name, weight) for each ref, in order; beyond what the caller keeps, only a chunk is in memory.
 
-    Floats keep their type bit for bit, but a vector (a norm's weight) becomes F32. Quantised types become F16, or BF16 for a tensor
-    with a value that F16 cannot hold. Progress is ("load", bytes read of the files, bytes to read).
-    Raises Unsupported for another type, ModelFileError for a file that is shorter than its header says or cannot be read.
+    Floats keep their type bit for bit, but a vector (a norm's weight) becomes F32. Quantised types become F16, or BF16
+    for a tensor with a value that F16 cannot hold. Rows that `interleaved_heads` marks come in half-split order.
+    Progress is ("load", bytes read, bytes to read).
+    Raises Unsupported for another type, ModelFileError for a file that cannot be read or ends before its tensor does.
     """
     done, total = 0, sum(ref.nbytes for ref in refs)
     for ref in refs:
         if ref.dtype not in FLOATS and ref.dtype not in QUANTISED:
-            raise Unsupported(f"tensor {ref.name} of {ref.file} has type {ref.dtype}; supported: {', '.join((*FLOATS, *QUANTISED))}")
+            known = ", ".join((*FLOATS, *QUANTISED))
+            raise Unsupported(f"tensor {ref.name} of {ref.file} has type {ref.dtype}; supported: {known}")
 
         def advance(nbytes: int, before: int = done) -> None:
             on_progress("load", before + nbytes, total)
@@ -49,7 +58,7 @@ def load(refs: Sequence[TensorRef], on_progress: OnProgress) -> Iterator[tuple[s
         done += ref.nbytes
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_zeros(shape: tuple[int, ...], dtype: DType) -> np.ndarray:
     """np.zeros whose first byte is aligned to ALIGNMENT. What is never written costs no memory."""
     nbytes = prod(shape) * dtype.itemsize
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
@@ -69,17 +78,17 @@ class _TooLarge(Exception):
 
 def _read(ref: TensorRef, dtype: str, advance: Callable[[int], None]) -> Weight:
     rows = ref.shape[0] if len(ref.shape) > 1 else 1
-    width = prod(ref.shape) // rows
+    width, row_bytes = prod(ref.shape) // rows, ref.nbytes // rows
     out = aligned_zeros((rows, width), FLOATS[dtype])
     to = _half_split_rows(rows, ref.interleaved_heads) if ref.interleaved_heads else None
-    row_bytes = ref.nbytes // rows
     step = max(1, CHUNK_ELEMENTS // width)
     try:
         with open(ref.file, "rb", buffering=0) as file:
             for first in range(0, rows, step):
                 last = min(first + step, rows)
-                raw = _pread(file.fileno(), ref, first * row_bytes, (last - first) * row_bytes).reshape(last - first, row_bytes)
-                out[slice(first, last) if to is None else to[first:last]] = _convert(raw, ref.dtype, dtype)
+                raw = _pread(file.fileno(), ref, first * row_bytes, (last - first) * row_bytes)
+                chunk = _convert(raw.reshape(last - first, row_bytes), ref.dtype, dtype)
+                out[slice(first, last) if to is None else to[first:last]] = chunk
                 advance(last * row_bytes)
     except _TooLarge:
         return _read(ref, "BF16", advance)
@@ -90,10 +99,9 @@ def _read(ref: TensorRef, dtype: str, advance: Callable[[int], None]) -> Weight:
 
 def _pread(fd: int, ref: TensorRef, offset: int, nbytes: int) -> np.ndarray:
     """`nbytes` from `offset` of the tensor on, as uint8."""
-    out = np.empty(nbytes, np.uint8)
-    view, got = memoryview(out), 0
+    out, got = np.empty(nbytes, np.uint8), 0
     while got < nbytes:
-        n = os.preadv(fd, [view[got:]], ref.offset + offset + got)
+        n = os.preadv(fd, [out[got:].data], ref.offset + offset + got)
         if n == 0:
             raise ModelFileError(f"{ref.file}: ends inside tensor {ref.name}; copy or download the model again")
         got += n
@@ -102,24 +110,14 @@ def _pread(fd: int, ref: TensorRef, offset: int, nbytes: int) -> np.ndarray:
 
 def _convert(raw: np.ndarray, stored: str, wanted: str) -> np.ndarray:
     """Rows of stored bytes as rows of `wanted` elements. Raises _TooLarge when F16 overflows."""
-    if stored == wanted:
-        return raw.view(FLOATS[stored])
-    values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[stored])  # float32; a copy of the bits for F32
-    if wanted == "F32":
-        return values
-    if wanted == "BF16":
-        return _bfloat16(values)
+    if stored in FLOATS:
+        return raw.view(FLOATS[stored]).astype(FLOATS[wanted], copy=False)
+    values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[stored])  # float32
     with np.errstate(over="ignore"):
-        half = values.astype(np.float16)
-    if np.isinf(half).any():
+        rounded = values.astype(FLOATS[wanted])
+    if wanted == "F16" and np.isinf(rounded).any():
         raise _TooLarge
-    return half
-
-
-def _bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of float32 values, rounded to the nearest, ties to even."""
-    bits = values.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
 
 
 def _half_split_rows(rows: int, heads: int) -> np.ndarray:

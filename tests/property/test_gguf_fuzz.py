@@ -73,12 +73,17 @@ changes = st.lists(
 )
 
 
-def open_everything(path: Path) -> None:
-    for value in read_header(path).metadata.values():
-        if isinstance(value, Array):
-            value.decode()
-    text = open_text(open_model(path, path.parent))
-    text.decode(text.encode("ab a"))
+def open_everything(path: Path) -> str | None:
+    """The message that refuses the file, if one does."""
+    try:
+        for value in read_header(path).metadata.values():
+            if isinstance(value, Array):
+                value.decode()
+        text = open_text(open_model(path, path.parent))
+        text.decode(text.encode("ab a"))
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 @settings(max_examples=1500, deadline=5000)
@@ -92,11 +97,9 @@ def test_damaged_files(valid: bytes, path: Path, changes: list[tuple[float, byte
     path.write_bytes(data if cut is None else data[: int(cut * len(data))])
     tracemalloc.start()
     try:
-        open_everything(path)
-    except ModelError as error:
-        assert str(error).isprintable()
-        assert str(path) in str(error)
-    finally:
+        refused = open_everything(path)
         peak = tracemalloc.get_traced_memory()[1]
+    finally:
         tracemalloc.stop()
+    assert refused is None or (refused.isprintable() and str(path) in refused)
     assert peak < 4 << 20

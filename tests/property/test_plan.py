@@ -68,4 +68,5 @@ def test_an_explicit_split_round_trips(sizes: list[int], empty_head: bool) -> No
     split = ",".join(map(str, sizes))
     spans = partition(sum(sizes), len(sizes), split, [], [])
     assert split_sizes(split) == [len(s) for s in spans] == sizes
-    assert spans[0].lo == 0 and spans[-1] == Span(sum(sizes[:-1]), sum(sizes))
+    assert spans[0].lo == 0
+    assert spans[-1] == Span(sum(sizes[:-1]), sum(sizes))

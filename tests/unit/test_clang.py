@@ -65,8 +65,8 @@ def test_a_cc_that_is_not_there(tmp_path: Path):
 
 def test_nothing_at_all_names_the_remedies(tmp_path: Path):
     """In a Python without site-packages there is no wheel, and no numpy or tinygrad to import by mistake."""
-    code = f"from pathlib import Path; from workers.clang import compiler; compiler({{'PATH': ''}}, Path({str(tmp_path)!r}))"
-    command, root = [sys.executable, "-S", "-c", code], Path(__file__).parents[2]
+    code = "import sys, pathlib, workers.clang as c; c.compiler({'PATH': ''}, pathlib.Path(sys.argv[1]))"
+    command, root = [sys.executable, "-S", "-c", code, str(tmp_path)], Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, env={})
     assert "ConfigError: no C compiler" in done.stderr
     assert "pip install ziglang" in done.stderr

@@ -38,7 +38,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     assert (settings.lap_deadline_s, settings.lease, settings.secret, settings.cc) == (30.0, False, "", None)
 
 
-@pytest.mark.parametrize("settings", [Settings(), FULL, Settings(stage=0, num_stages=1)], ids=["default", "full", "one"])
+@pytest.mark.parametrize("settings", [Settings(), FULL, Settings(stage=0, num_stages=1)])
 def test_settings_survive_the_environment(settings: Settings) -> None:
     environment = settings.to_env()
     assert Settings.from_env(environment) == settings
@@ -96,17 +96,19 @@ def test_a_stage_outside_the_pipeline_is_told_the_range() -> None:
 
 
 def test_a_model_must_have_a_name() -> None:
-    with pytest.raises(ConfigError, match="^MODEL"):
+    with pytest.raises(ConfigError, match=r"^MODEL"):
         Settings(model="")
 
 
 def test_wrong_settings_are_wrong_use() -> None:
-    assert issubclass(ConfigError, UsageError) and ConfigError.exit_code == 2
+    assert issubclass(ConfigError, UsageError)
+    assert ConfigError.exit_code == 2
 
 
 def test_no_secret_is_shown() -> None:
     shown = repr(FULL) + str(FULL)
-    assert "hunter2" not in shown and SECRET not in shown
+    assert "hunter2" not in shown
+    assert SECRET not in shown
     assert "demo-1.x" in shown
     for wrong in ("hunter2" * 10, SECRET + "00"):
         with pytest.raises(ConfigError) as refusal:
@@ -116,7 +118,7 @@ def test_no_secret_is_shown() -> None:
 
 def test_a_run_without_a_secret_authenticates_nothing() -> None:
     assert FULL.secret_bytes == bytes.fromhex(SECRET)
-    with pytest.raises(ConfigError, match="^PP_SECRET is not set"):
+    with pytest.raises(ConfigError, match=r"^PP_SECRET is not set"):
         _ = Settings().secret_bytes
 
 

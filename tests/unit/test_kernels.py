@@ -1,8 +1,9 @@
-"""The C kernels against plain tinygrad at the very shapes, and the one order of summation: bytes are compared, not closeness."""
+"""The C kernels against plain tinygrad at the very shapes, and their one order of summation: bytes are compared."""
 
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from tinygrad.device import TinyELF
 
 from pptasks.modelinfo import ModelConfig
 from workers.kernels import SOURCE, CpuKernels, obstacle
-from workers.model import PlainTinygrad, rope_table
+from workers.model import rope_table
+from workers.plain import PlainTinygrad
 from workers.weights import FLOATS, Weight, aligned_zeros
 
 TINY = ModelConfig("llama", 2, 64, 4, 2, 16, 176, 514, 64, 1e-5, 10000.0, tied=False)  # 514 rows: no multiple of four
@@ -21,17 +23,15 @@ SHAPES = {
     "ffn_norm": ("D",), "ffn_gate": ("F", "D"), "ffn_up": ("F", "D"), "ffn_down": ("D", "F"),
 }  # fmt: skip
 MIXED = {"attn_q": "F32", "attn_k": "BF16", "ffn_up": "BF16", "ffn_down": "F32"}  # the others: F16
-MAX_ROWS = 100
+AnyBackend = TypeVar("AnyBackend", CpuKernels, PlainTinygrad)
 
 
 def weight(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Weight:
     values = rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1]) * (3.0 if len(shape) > 1 else 1.0)
     if len(shape) == 1:
         values, dtype = 1.0 + values, "F32"
-    values = values.astype(np.float32)
-    stored = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else values.astype(FLOATS[dtype])
     data = aligned_zeros(shape, FLOATS[dtype])
-    data[...] = stored
+    data[...] = values.astype(FLOATS[dtype])
     return Weight(data, dtype)
 
 
@@ -46,8 +46,9 @@ def weights(c: ModelConfig, types: dict[str, str], other: str = "F16") -> Iterat
     yield head, weight(rng, (c.vocab_size, c.dim), other)
 
 
-def c_kernels(c: ModelConfig, types: dict[str, str], other: str = "F16") -> CpuKernels:
-    return CpuKernels(c, weights(c, types, other), range(c.n_blocks), rope_table(c, c.context), 8, MAX_ROWS)
+def make(backend: type[AnyBackend], c: ModelConfig, types: dict[str, str], other: str, max_rows: int) -> AnyBackend:
+    blocks, rope = range(c.n_blocks), rope_table(c, c.context)
+    return backend(c, weights(c, types, other), blocks=blocks, rope=rope, n_slots=8, max_rows=max_rows)
 
 
 def hidden(rows: int, c: ModelConfig = TINY) -> np.ndarray:
@@ -68,9 +69,8 @@ def close(ours: np.ndarray, plain: np.ndarray) -> None:
     ids=["f32", "f16", "bf16", "mixed", "smollm2"],
 )
 def test_block_and_readout_agree_with_plain_tinygrad(config: ModelConfig, types: dict[str, str], other: str):
-    """A chunk of a prompt, then a call with rows of two sequences; the keys and values of the first call are read by the second."""
-    ours = c_kernels(config, types, other)
-    plain = PlainTinygrad(config, weights(config, types, other), range(config.n_blocks), rope_table(config, config.context), 8, 4)
+    """A chunk of a prompt, then rows of two sequences, one of which goes on from that chunk."""
+    ours, plain = (make(backend, config, types, other, 4) for backend in (CpuKernels, PlainTinygrad))
     for x, slots, positions in [
         (hidden(4, config), ints(2, 2, 2, 2), ints(0, 1, 2, 3)),
         (hidden(3, config), ints(2, 5, 2), ints(4, 0, 5)),
@@ -82,7 +82,7 @@ def test_block_and_readout_agree_with_plain_tinygrad(config: ModelConfig, types:
 
 @pytest.fixture(scope="module", params=["F32", "F16", "BF16"])
 def one_type(request: pytest.FixtureRequest) -> CpuKernels:
-    return c_kernels(TINY, {}, request.param)
+    return make(CpuKernels, TINY, {}, request.param, TINY.context)
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 5, 6, 7, 8])
@@ -102,7 +102,9 @@ def test_a_prompt_has_the_same_bytes_however_it_is_cut(one_type: CpuKernels, chu
     n = 60  # more than a panel
     x, positions = hidden(n), np.arange(n, dtype=np.int32)
     whole = one_type.forward(x, np.full(n, 1, np.int32), positions)
-    cut = [one_type.forward(x[i : i + chunk], np.full(len(x[i : i + chunk]), 3, np.int32), positions[i : i + chunk]) for i in range(0, n, chunk)]
+    slots = np.full(n, 3, np.int32)
+    parts = [slice(i, i + chunk) for i in range(0, n, chunk)]
+    cut = [one_type.forward(x[part], slots[part], positions[part]) for part in parts]
     assert np.concatenate(cut).tobytes() == whole.tobytes()
 
 
@@ -148,7 +150,12 @@ def test_exponentials_are_accurate():
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"dim": 72}, "hidden width 72"), ({"ffn_dim": 100}, "feed-forward width 100"), ({"head_dim": 8}, "head width 8"), ({"vocab_size": 3}, "3")],
+    [
+        ({"dim": 72}, "hidden width 72"),
+        ({"ffn_dim": 100}, "feed-forward width 100"),
+        ({"head_dim": 8}, "head width 8"),
+        ({"vocab_size": 3}, "vocabulary of 3"),
+    ],
 )
 def test_sizes_that_the_kernels_cannot_do_are_told(change: dict[str, int], why: str):
     assert obstacle(TINY) is None

@@ -56,6 +56,7 @@ def test_only_a_loopback_target_is_forwarded_to(target: str) -> None:
 def test_loopback_targets() -> None:
     assert LinkSettings(key=KEY, secret=SECRET, target="127.0.0.1:6379").target_address() == ("127.0.0.1", 6379)
     assert LinkSettings(key=KEY, secret=SECRET, target="[::1]:6379").target_address() == ("::1", 6379)
+    assert LinkSettings(key=KEY, secret=SECRET, target="localhost:6379").target_address() == ("localhost", 6379)
 
 
 def test_relay_and_ticket_that_are_not_ones() -> None:

@@ -270,7 +270,9 @@ def test_more_tensors_than_blocks(tied: Path, tmp_path: Path) -> None:
         open_model(tied, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}', "[" * 200_000, '{"a": 1' + "0" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"a": "\\ud800"}', '{"a": 1, "a": 2}', "[" * 200_000, '{"a": 1' + "0" * 5000 + "}"]
+)
 def test_json_that_is_none(tied: Path, tmp_path: Path, text: str) -> None:
     (tied / "config.json").write_text(text)
     with pytest.raises(ModelFileError, match=r"config\.json"):
@@ -358,7 +360,7 @@ def test_a_tensor_twice(tied: Path, tmp_path: Path) -> None:
 def test_an_index_that_points_elsewhere(sharded: Path, tmp_path: Path, file: str) -> None:
     weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
     edit(sharded / INDEX, weight_map={**weight_map, "lm_head.weight": file})
-    with pytest.raises(ModelFileError, match="no .safetensors file of this folder"):
+    with pytest.raises(ModelFileError, match=r"no \.safetensors file of this folder"):
         open_model(sharded, tmp_path)
 
 
@@ -370,7 +372,7 @@ def test_an_index_that_does_not_hold(sharded: Path, tmp_path: Path) -> None:
         open_model(sharded, tmp_path)
     edit(sharded / INDEX, weight_map=weight_map)
     (sharded / other).unlink()
-    with pytest.raises(ModelFileError, match=f"{other}, which is missing"):
+    with pytest.raises(ModelFileError, match="which is missing"):
         open_model(sharded, tmp_path)
     edit(sharded / INDEX, weight_map=["lm_head.weight"])
     with pytest.raises(ModelFileError, match="no weight_map"):
@@ -385,7 +387,7 @@ DIM, HEADS, KV_HEADS, FFN, VOCAB, BLOCKS = 64, 4, 2, 96, 32, 2
 def write_gguf(
     path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, ...]], architecture: str = "llama"
 ) -> None:
-    """`metadata` beside what a llama file says; None leaves one out. `tensors` beside those of a tied llama; () leaves one out."""
+    """A tied llama with `metadata` and `tensors` changed or added; None and () leave one out."""
     w = gguf.GGUFWriter(path, architecture)
     values = {
         "block_count": BLOCKS, "context_length": 128, "embedding_length": DIM, "feed_forward_length": FFN,

@@ -46,7 +46,7 @@ def test_only_what_differs_from_the_default_travels() -> None:
         ({"prompt": ""}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": "\ud800"}, "prompt holds a lone surrogate"),
-        ({"prompt": "a" * (MAX_PROMPT_CHARS + 1)}, rf"prompt has {MAX_PROMPT_CHARS + 1} characters; .*{MAX_PROMPT_CHARS}$"),
+        ({"prompt": "a" * (MAX_PROMPT_CHARS + 1)}, f"{MAX_PROMPT_CHARS + 1} characters; at most {MAX_PROMPT_CHARS}"),
         ({"messages": []}, "messages is empty"),
         ({"messages": "hello"}, "messages"),
         ({"messages": ["hello"]}, "message 0"),
@@ -92,10 +92,10 @@ def test_a_refusal_names_the_parameter(kwargs: dict[str, Any], told: str) -> Non
     assert len(str(refusal.value)) < 300
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="math.isfinite cannot take an int above the range of a float")
+@pytest.mark.xfail(strict=True, raises=OverflowError, reason="isfinite takes no int beyond a float")
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
 def test_a_number_beyond_any_float_is_refused(name: str) -> None:
-    kwargs = json.loads('{"prompt": "a", "%s": 1%s}' % (name, "0" * 400))
+    kwargs = through_json({"prompt": "a", name: 10**400})
     with pytest.raises(RequestError, match=name):
         Request.from_kwargs(kwargs)
 
@@ -124,5 +124,6 @@ def test_a_seed_is_drawn_only_where_it_matters() -> None:
     assert Request(prompt="a").sampling == Sampling(0.0, 0, 1.0, 0)
     assert Request(prompt="a", temperature=1, seed=7, top_k=5, top_p=0.5).sampling == Sampling(1.0, 5, 0.5, 7)
     drawn = {Request(prompt="a", temperature=1).sampling.seed for _ in range(8)}
-    assert len(drawn) == 8 and all(0 <= seed < 1 << 64 for seed in drawn)
+    assert len(drawn) == 8
+    assert all(0 <= seed < 1 << 64 for seed in drawn)
     assert Request(prompt="a", temperature=1, seed=0).sampling.seed == 0

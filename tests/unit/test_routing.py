@@ -32,7 +32,8 @@ def plans(draw: st.DrawFn) -> Plan:
 @given(plans())
 @settings(max_examples=100, deadline=None)
 def test_a_lap_visits_each_stage_once_and_ends_on_the_head(plan: Plan) -> None:
-    stage, visited, kinds = HEAD, [HEAD], []
+    stage, visited = HEAD, [HEAD]
+    kinds: list[Kind] = []
     while not kinds or kinds[-1] is Kind.ACTIVATION:
         kinds.append(produces(plan, stage))
         stage = route(plan, stage, kinds[-1])

@@ -53,7 +53,8 @@ def test_seed_and_position_decide() -> None:
     by_seed = [sample(flat, Sampling(1.0, seed=seed), 3) for seed in range(50)]
     assert by_position == [sample(flat, Sampling(1.0, seed=3), position) for position in range(50)]
     assert by_seed == [sample(flat, Sampling(1.0, seed=seed), 3) for seed in range(50)]
-    assert len(set(by_position)) > 40 and len(set(by_seed)) > 40
+    assert len(set(by_position)) > 40
+    assert len(set(by_seed)) > 40
     assert by_position != by_seed
 
 

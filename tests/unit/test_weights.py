@@ -15,7 +15,9 @@ from workers.weights import QUANTISED, Weight, load
 RNG = np.random.default_rng(7)
 
 
-def put(folder: Path, dtype: str, raw: bytes, shape: tuple[int, ...], *, name: str = "w", offset: int = 0, heads: int = 0) -> TensorRef:
+def put(
+    folder: Path, dtype: str, raw: bytes, shape: tuple[int, ...], *, name: str = "w", offset: int = 0, heads: int = 0
+) -> TensorRef:
     path = folder / f"{name}-{dtype}.bin"
     with open(path, "wb") as file:
         file.seek(offset)
@@ -32,7 +34,7 @@ def one(ref: TensorRef) -> Weight:
 
 @pytest.mark.parametrize(("dtype", "bits"), [("F32", np.uint32), ("F16", np.uint16), ("BF16", np.uint16)])
 def test_floats_keep_every_bit(tmp_path: Path, dtype: str, bits: type):
-    stored = RNG.integers(0, np.iinfo(bits).max, (700, 600), bits, endpoint=True)  # not-a-numbers too; more than one chunk
+    stored = RNG.integers(0, np.iinfo(bits).max, (700, 600), bits, endpoint=True)  # NaN too; more than one chunk
     weight = one(put(tmp_path, dtype, stored.tobytes(), stored.shape))
     assert weight.dtype == dtype
     assert np.array_equal(weight.data.view(bits), stored)
@@ -42,7 +44,8 @@ def test_floats_keep_every_bit(tmp_path: Path, dtype: str, bits: type):
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_a_vector_becomes_float32(tmp_path: Path, dtype: str):
     values = np.array([1.0, -0.5, 3.25, 0.0], np.float32)
-    raw = {"F32": values, "F16": values.astype(np.float16), "BF16": (values.view(np.uint32) >> 16).astype(np.uint16)}[dtype]
+    halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+    raw = {"F32": values, "F16": values.astype(np.float16), "BF16": halves}[dtype]
     weight = one(put(tmp_path, dtype, raw.tobytes(), (4,)))
     assert weight.dtype == "F32"
     assert weight.data.tolist() == values.tolist()
@@ -65,17 +68,18 @@ def test_quantised_types_become_float16_by_chunks_as_by_the_whole(tmp_path: Path
 
 def test_q4_1_is_scale_times_nibble_plus_minimum(tmp_path: Path):
     nibbles = np.arange(16, dtype=np.uint8)
-    block = np.array([0.5, -2.0], np.float16).tobytes() + bytes(nibbles | (15 - nibbles) << 4)  # 16 low nibbles, then 16 high
+    scales = np.array([0.5, -2.0], np.float16).tobytes()
+    block = scales + bytes(nibbles | (15 - nibbles) << 4)  # the low nibbles are a block's first half
     weight = one(put(tmp_path, "Q4_1", block * 2, (2, 32)))
     row = [0.5 * q - 2.0 for q in (*range(16), *range(15, -1, -1))]
     assert weight.data.tolist() == [row, row]
 
 
 def test_a_value_too_large_for_float16_makes_the_tensor_bfloat16(tmp_path: Path):
-    block = np.array([60000.0], np.float16).tobytes() + np.arange(32, dtype=np.int8).tobytes()  # Q8_0: 31 * 60000 overflows
+    block = np.array([60000.0], np.float16).tobytes() + np.arange(32, dtype=np.int8).tobytes()  # 31 * 60000 overflows
     small = np.array([1.0], np.float16).tobytes() + np.ones(32, np.int8).tobytes()
     weight = one(put(tmp_path, "Q8_0", small + block, (2, 32)))
-    values = (weight.data.astype(np.uint32) << 16).view(np.float32)
+    values = weight.data.astype(np.float32)
     exact = np.stack([np.ones(32), np.arange(32) * np.float64(np.float16(60000.0))])
     assert weight.dtype == "BF16"
     np.testing.assert_allclose(values, exact, rtol=2**-8)

@@ -1,0 +1,301 @@
+"""A pipeline of real workers as a Celery team sees it: tasks, results, revokes, inspect, Flower; and what strangers write to its queues."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import kombu.pools
+import numpy as np
+import pytest
+import redis
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+from celery.result import AsyncResult
+
+from orchestrator.cluster import LocalCluster, Options
+from pptasks.config import Settings, child_environment
+from pptasks.errors import RequestError
+from pptasks.keys import stage_queue
+from pptasks.models import open_model
+from pptasks.plan import make_plan
+from pptasks.wire import DTYPES, VERSION, Frame, Kind, Lane, Sampling, decode, encode, short_id
+from tests.conftest import WaitUntil
+
+LONG = {"prompt": "Once upon a time", "raw": True, "max_tokens": 1500}
+
+
+@pytest.fixture(scope="module")
+def cluster(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """SmolLM2 over two stages, for all tests of this file."""
+    settings = replace(Settings.from_env(), model=str(smollm2_gguf), num_stages=2, wire="f32")
+    with LocalCluster(settings, make_plan(open_model(smollm2_gguf, settings.cache), settings), Options()) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def producer(cluster: LocalCluster) -> Iterator[Celery]:
+    with stock_app(cluster.settings.broker, cluster.keys.prefix) as app:
+        yield app
+
+
+@contextlib.contextmanager
+def stock_app(url: str, key_prefix: str) -> Iterator[Celery]:
+    """A stock Celery app that knows nothing of pptasks but the task's name, the queue and the key prefix."""
+    app = Celery("somebody", broker=url, backend=url)
+    prefix = {"global_keyprefix": key_prefix}
+    app.conf.update(broker_transport_options=prefix, result_backend_transport_options=prefix)
+    yield app
+    app.backend.result_consumer.stop()
+    app.backend.client.close()
+    kombu.pools.reset()
+    app.close()
+
+
+def send(app: Celery, **kwargs: object) -> AsyncResult:
+    return app.send_task("pptasks.generate", kwargs=kwargs, queue=stage_queue(0))
+
+
+def test_any_producer_gets_an_answer(producer: Celery) -> None:
+    result = send(producer, prompt="What is the capital of France?", max_tokens=20).get(timeout=20)
+    assert "Paris" in result["text"]
+    assert result["finish_reason"] in ("stop", "length")
+    assert len(result["token_ids"]) <= 20
+
+
+def test_requests_at_once_get_what_each_gets_alone(producer: Celery) -> None:
+    prompts = [f"Tell me about the number {i}." for i in range(6)]
+    together = [r.get(timeout=60)["token_ids"] for r in [send(producer, prompt=p, max_tokens=12) for p in prompts]]
+    alone = [send(producer, prompt=p, max_tokens=12).get(timeout=20)["token_ids"] for p in prompts]
+    assert together == alone
+
+
+def test_a_revoke_stops_a_request_within_moments(producer: Celery, wait_until: WaitUntil) -> None:
+    result = send(producer, **LONG)
+    wait_until(lambda: result.state == "STARTED", what="the request has started")
+    result.revoke()
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=5)
+    assert send(producer, prompt="Say hello", max_tokens=3).get(timeout=10)["token_ids"]
+
+
+def test_a_request_that_waits_can_be_revoked(producer: Celery, cluster: LocalCluster, wait_until: WaitUntil) -> None:
+    running = [send(producer, **LONG) for _ in range(cluster.plan.slots)]
+    wait_until(lambda: all(r.state == "STARTED" for r in running), what="all slots are taken")
+    waiting = send(producer, **LONG)
+    waiting.revoke()
+    with pytest.raises(TaskRevokedError):
+        waiting.get(timeout=5)
+    assert [r.state for r in running] == ["STARTED"] * len(running)
+    for result in running:
+        result.revoke()
+
+
+def test_an_expired_request_is_not_served(producer: Celery) -> None:
+    result = producer.send_task("pptasks.generate", kwargs={"prompt": "Say hello"}, queue=stage_queue(0), expires=-1)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({}, "exactly one of"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": "x", "temprature": 1}, "temprature"),
+        ({"tokens": [1, 49152]}, "49152"),
+        ({"tokens": list(range(100)) * 21}, "2048"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
+    ],
+)
+def test_a_request_that_cannot_be_served_fails_with_its_reason(producer: Celery, kwargs: dict, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        send(producer, **kwargs).get(timeout=10)
+
+
+def test_ping_is_answered_while_a_request_runs(producer: Celery, cluster: LocalCluster, wait_until: WaitUntil) -> None:
+    result = send(producer, **LONG)
+    wait_until(lambda: result.state == "STARTED", what="the request has started")
+    env = child_environment(replace(cluster.settings, stage=None))
+    argv = [sys.executable, "-m", "celery", "-A", "pptasks", "inspect", "ping", "--json"]
+    answered = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=True)
+    assert result.state == "STARTED"
+    result.revoke()
+    assert {name.split("@")[0] for name in json.loads(answered.stdout)} == {"pp-stage-0", "pp-stage-1"}
+
+
+@pytest.fixture
+def flower(cluster: LocalCluster, wait_until: WaitUntil) -> Iterator[str]:
+    """A real Flower on the run, as `celery -A pptasks flower` starts it; its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = child_environment(replace(cluster.settings, stage=None)) | {"FLOWER_UNAUTHENTICATED_API": "true"}
+    argv = [sys.executable, "-m", "celery", "-A", "pptasks", "flower", "--address=127.0.0.1", f"--port={port}", "--max-tasks=1000"]
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: _status(f"{url}/healthcheck") == 200, timeout=20, what="Flower is up")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _status(url: str) -> int:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url).status_code
+    return 0
+
+
+def test_flower_sees_workers_and_requests_and_no_tokens(flower: str, producer: Celery, wait_until: WaitUntil) -> None:
+    def workers() -> set[str]:
+        return {name.split("@")[0] for name in httpx.get(f"{flower}/api/workers", params={"refresh": "1"}, timeout=20).json()}
+
+    wait_until(lambda: workers() == {"pp-stage-0", "pp-stage-1"}, timeout=20, what="Flower sees the workers")
+    request = send(producer, prompt="Say hello", max_tokens=10)
+    request.get(timeout=20)
+
+    def task() -> dict:
+        return httpx.get(f"{flower}/api/tasks", timeout=20).json().get(request.id, {})
+
+    wait_until(lambda: task().get("state") == "SUCCESS", timeout=10, what="Flower has seen the request succeed")
+    assert task()["name"] == "pptasks.generate"
+    assert all(task()[at] for at in ("received", "started", "succeeded"))
+    assert {t["name"] for t in httpx.get(f"{flower}/api/tasks", timeout=20).json().values()} == {"pptasks.generate"}
+
+
+# ---- what strangers write ----
+
+
+def frame_for(cluster: LocalCluster, kind: Kind = Kind.ACTIVATION, step: int = 1, plan: bytes | None = None) -> Frame:
+    lane = Lane(short_id("nobody"), 0, 0, 0, 1, 1, Sampling())
+    payload = np.zeros((1, 576), DTYPES["f32"]) if kind is not Kind.TOKENS else np.zeros((1, 1), DTYPES["i32"])
+    return Frame(kind, plan or cluster.plan.digest, short_id(cluster.settings.run), step, 0, (lane,), payload)
+
+
+def bad_messages(cluster: LocalCluster) -> dict[str, bytes]:
+    secret = cluster.settings.secret_bytes
+    good = encode(frame_for(cluster), secret)
+    flipped = bytearray(good)
+    flipped[200] ^= 1
+    return {
+        "a flipped byte": bytes(flipped),
+        "cut short": good[:-5],
+        "longer than it says": good + b"x",
+        "an unknown version": good[:4] + bytes([VERSION + 1]) + good[5:],
+        "another plan's digest": encode(frame_for(cluster, plan=b"p" * 16), secret),
+        "another run's secret": encode(frame_for(cluster), b"x" * 32),
+        "tokens for a stage that is no head": encode(frame_for(cluster, Kind.TOKENS), secret),
+        "only the magic": b"PPTF",
+        "random bytes": os.urandom(300),
+        "broken JSON": b'{"body": ',
+        "JSON that is no envelope": b'{"a": 1}',
+        "an envelope of another task": json.dumps(envelope("somebody.elses.task")).encode(),
+        "an envelope whose body is no base64": json.dumps(envelope("pptasks.generate") | {"body": "%%%"}).encode(),
+        "a hop inside an envelope": json.dumps(envelope("pptasks.hop")).encode(),
+    }
+
+
+def envelope(task: str) -> dict:
+    return {
+        "body": "W1tdLCB7fSwge31d", "content-encoding": "utf-8", "content-type": "application/json",
+        "headers": {"lang": "py", "task": task, "id": "1", "root_id": "1", "parent_id": None, "group": None},
+        "properties": {"correlation_id": "1", "delivery_mode": 2, "delivery_info": {"exchange": "", "routing_key": "stage1"},
+                       "priority": 0, "body_encoding": "base64", "delivery_tag": "t"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_malformed_messages_are_dropped_and_the_pipeline_goes_on(
+    cluster: LocalCluster, producer: Celery, stage: int, wait_until: WaitUntil
+) -> None:
+    before = [worker.pid for worker in cluster.workers]
+    alone = send(producer, prompt="Say hello", max_tokens=8).get(timeout=20)["token_ids"]
+    queue = f"{cluster.keys.prefix}{stage_queue(stage)}"
+    with redis.Redis.from_url(cluster.settings.broker) as client:
+        for name, message in bad_messages(cluster).items():
+            client.lpush(queue, message)
+            wait_until(lambda: client.llen(queue) == 0, what=f"the worker took {name}")
+            assert send(producer, prompt="Say hello", max_tokens=8).get(timeout=20)["token_ids"] == alone, name
+    cluster.check()
+    assert [worker.pid for worker in cluster.workers] == before
+
+
+# ---- the network between the stages ----
+
+
+class Stage1:
+    """A worker of stage 1 that a test plays itself: the real computation, with a say in what becomes of each frame."""
+
+    def __init__(self, url: str, settings: Settings, model_path: Path):
+        from tests.pipeline import load
+        from workers.stage import Stage
+
+        self.settings, model = settings, open_model(model_path, settings.cache)
+        self.plan = make_plan(model, settings)
+        self._stage = Stage(self.plan, 1, short_id(settings.run), load(model, self.plan, 1))
+        self._client = redis.Redis.from_url(url)
+        self._prefix = f"pp:{settings.run}:"
+        self.n_frames = 0
+
+    def serve(self, result: AsyncResult, copies_in: dict[int, int], copies_out: dict[int, int]) -> None:
+        """Until `result` is there. The nth frame is taken `copies_in[n]` times, its answer sent `copies_out[n]` times, else once."""
+        self.n_frames = 0
+        while not result.ready():
+            popped = self._client.brpop(f"{self._prefix}stage1", timeout=0.2)
+            if popped is None:
+                continue
+            self.n_frames += 1
+            for _ in range(copies_in.get(self.n_frames, 1)):
+                for frame in self._stage.step(decode(popped[1], self.settings.secret_bytes)):
+                    for _ in range(copies_out.get(self.n_frames, 1)):
+                        self._client.lpush(f"{self._prefix}stage0", encode(frame, self.settings.secret_bytes))
+
+
+@pytest.fixture
+def head_alone(redis_url: str, goldens: Path, tmp_path: Path, wait_until: WaitUntil) -> Iterator[tuple[Settings, Celery]]:
+    """A real worker of stage 0, started by hand as on another machine, on a Redis that was given."""
+    settings = replace(
+        Settings.from_env(), model=str(goldens / "llama-tied"), num_stages=2, wire="f32", broker=redis_url, run="by-hand",
+        secret="ab" * 32, lap_deadline_s=0.3, prefill_chunk=4,
+    )  # fmt: skip
+    argv = [sys.executable, "-m", "celery", "-A", "workers", "worker", "-Q", "stage0", "--pool", "solo", "-l", "WARNING"]
+    log = (tmp_path / "log").open("wb")
+    worker = subprocess.Popen(argv, env=child_environment(replace(settings, stage=0)), stdout=log, stderr=log)
+    try:
+        with redis.Redis.from_url(redis_url) as client:
+            wait_until(lambda: client.exists("pp:by-hand:name:pp-entry"), timeout=30, what="stage 0 is ready")
+        with stock_app(redis_url, "pp:by-hand:") as app:
+            yield settings, app
+    finally:
+        worker.terminate()
+        worker.wait(10)
+        log.close()
+
+
+@pytest.mark.parametrize("fault", ["lost on the way", "lost on the way back", "doubled on the way", "doubled on the way back"])
+def test_a_real_head_survives_each_frame_lost_or_doubled_once(
+    head_alone: tuple[Settings, Celery], redis_url: str, goldens: Path, fault: str
+) -> None:
+    settings, app = head_alone
+    golden = json.loads((goldens / "llama-tied" / "expected.json").read_text())
+    stage1 = Stage1(redis_url, settings, goldens / "llama-tied")
+    copies = 0 if fault.startswith("lost") else 2
+    request = {"tokens": golden["prompt_ids"], "max_tokens": 6}
+    began = time.monotonic()
+    for nth in range(1, 9):  # three frames of prefill, five of decode
+        result = send(app, **request)
+        faults = {nth: copies}
+        stage1.serve(result, *((faults, {}) if fault.endswith("way") else ({}, faults)))
+        assert result.get(timeout=10)["token_ids"] == golden["greedy_ids"][:6], f"frame {nth}"
+        assert stage1.n_frames >= 8
+    assert time.monotonic() - began < 30
