@@ -51,7 +51,7 @@ def main() -> None:
 
     settings = Settings.from_env()
     model, python = open_model("smollm2:135m", settings.cache).path, stock_python()
-    cc = compiler(os.environ, settings.cache) or "clang"
+    cc = compiler(os.environ, settings.cache)
     pairs = []
     for _ in range(args.pairs):
         pairs.append((ours(args.tokens, 2), ours(args.tokens, 1), stock(python, model, args.tokens, cc)))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import secrets
 import shutil
 import sys
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 import platformdirs
@@ -22,9 +24,11 @@ from pptasks.config import Settings, child_environment
 from pptasks.connect import connect
 from pptasks.errors import BrokerError, LinkError, NotReady, StageFailed
 from pptasks.keys import ENTRY, EXIT, Keys, stage_name, stage_queue
-from pptasks.link import LinkSettings, new_key, write_allow
 from pptasks.members import Lease, Member, check_ready, explain, read_members, resolve
 from pptasks.plan import Plan
+
+if TYPE_CHECKING:
+    from pptasks.link import LinkSettings
 
 log = logging.getLogger(__name__)
 
@@ -122,13 +126,17 @@ class LocalCluster:
 
     def _start_links(self) -> list[str]:
         """One link at the broker, one for each worker with a key of its own; the broker URL of each worker."""
-        broker = redis.connection.parse_url(self.settings.broker)
-        target = f"{broker.get('host', '127.0.0.1')}:{broker.get('port', 6379)}"
+        from pptasks.link import LinkSettings, new_key, write_allow  # loads iroh, which a direct run does not need
+
+        broker = urlsplit(self.settings.broker)
+        if broker.hostname not in ("127.0.0.1", "localhost", "::1"):
+            raise LinkError(f"--link iroh serves a broker on this machine, not one at {broker.hostname}: run it there, or use --link direct")
+        target = f"{'[::1]' if broker.hostname == '::1' else '127.0.0.1'}:{broker.port or 6379}"
         secret, (key, _) = secrets.token_hex(32), new_key()
         peers = [new_key() for _ in range(self.plan.n_stages)]  # (secret key, id)
         allow = self._folder / "allow"
         write_allow(allow, [peer_id for _, peer_id in peers])
-        common = {"secret": secret, "relay": self._options.relay, "die_with_parent": "1"}
+        common = {"secret": secret, "relay": self._options.relay, "die_with_parent": str(os.getpid())}
         served = self._link("serve", LinkSettings(key=key, target=target, allow=str(allow), **common), "link")
         ticket = self._announced(served)["ticket"]
         links = [
@@ -136,7 +144,7 @@ class LocalCluster:
         ]
         return [_through(self.settings.broker, self._announced(link)["port"]) for link in links]
 
-    def _link(self, end: str, settings: LinkSettings, name: str) -> Process:
+    def _link(self, end: str, settings: "LinkSettings", name: str) -> Process:
         env = child_environment(self.settings)
         env.pop("PP_SECRET", None)
         argv = [sys.executable, "-m", "pptasks.link", end]

@@ -279,7 +279,8 @@ class Server:
                 connection = await (await incoming.accept()).connect()
                 control = await self._greet(connection)
         except GONE as error:
-            return log.info("a connection ended before its proof: %s", type(error).__name__)
+            log.info("a connection ended before its proof: %s", type(error).__name__)
+            return
         finally:
             self.greeting -= 1
         if control:
@@ -426,13 +427,15 @@ class Client:
     async def stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One local TCP connection; reset at once while the link is down: its owner has its own way to try again."""
         if self.connection is None or self.streams.locked():
-            return abort(writer)
+            abort(writer)
+            return
         async with self.streams:
             try:
                 stream = await self.connection.open_bi()
             except GONE:
-                return abort(writer)
-            await forward(reader, writer, stream)
+                abort(writer)
+            else:
+                await forward(reader, writer, stream)
 
 
 async def connect(settings: LinkSettings) -> None:

@@ -99,11 +99,26 @@ class Membership:
             raise BrokerError(f"stage {stage} cannot say hello: {explain(e)}") from None
         self._thread.start()
 
+    def __enter__(self) -> "Membership":
+        self.join()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.leave()
+
     def update(self, **changes: Any) -> None:
         """Change what the worker says of itself; sent soon, at most ten times a second."""
         with self._guard:
             self._member = replace(self._member, **changes)
         self._changed.set()
+
+    def everyone_ready(self, plan: Plan) -> bool:
+        """True when all stages are ready and hold `plan`; asks the broker. A stage that failed or differs is logged, and is not ready."""
+        try:
+            return check_ready(read_members(self._client, self._keys, self._n_stages), plan)
+        except (redis.RedisError, PPError) as e:
+            log.warning("requests wait: %s", explain(e))
+            return False
 
     def leave(self) -> None:
         """Say a last word (a failure stays readable for a TTL), give the lock back."""

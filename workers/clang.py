@@ -51,6 +51,23 @@ def compiler(environ: Mapping[str, str], cache: Path) -> str:
     return path
 
 
+def kernel_cache(cc: str, cache: Path) -> Path:
+    """Where tinygrad should keep compiled kernels: one file for each processor and compiler.
+
+    tinygrad's own key is "native" whatever the machine, and a home folder may be shared by several: another's instructions would be illegal.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    except OSError:
+        processor = [platform.machine(), platform.processor()]
+    stat = os.stat(cc)
+    digest = hashlib.sha256(repr((processor, cc, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()[:16]
+    folder = cache / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{digest}.db"
+
+
 def _checked_cc(cc: str, environ: Mapping[str, str], folder: Path) -> str:
     path = shutil.which(cc, path=environ.get("PATH"))
     complaint = "there is no such program; arguments are not allowed" if path is None else _complaint(path, folder)

@@ -9,18 +9,20 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from pptasks.config import Settings
 from pptasks.errors import BrokerError, ConfigError, PPError, RequestError, RequestFailed, WireError
 from pptasks.keys import Keys, stage_queue
 from pptasks.members import Membership
+from pptasks.modelinfo import Model
 from pptasks.models import open_model
 from pptasks.plan import Plan, make_plan
 from pptasks.routing import HEAD, route
 from pptasks.sender import HopSender
 from pptasks.tasks import Hop, Submit
 from pptasks.wire import ErrorCode, Frame, Kind, encode, short_id
-from workers.clang import compiler
+from workers.clang import compiler, kernel_cache
 from workers.head import Head
 from workers.reporter import Reporter
 from workers.stage import Stage
@@ -31,9 +33,13 @@ TICK_S = 0.25  # how soon a revoke or a late lap is noticed
 
 
 def choose_compiler(settings: Settings) -> None:
-    """Tell tinygrad which C compiler to run; it reads CC when it is imported. Raises ConfigError if the CPU is the device and there is none."""
+    """Tell tinygrad, before it is imported, which C compiler to run and where to keep what that made.
+
+    Raises ConfigError if the CPU is the device and there is no compiler.
+    """
     try:
-        os.environ["CC"] = compiler({"CC": settings.cc or ""}, settings.cache)
+        os.environ["CC"] = cc = compiler({"CC": settings.cc or ""}, settings.cache)
+        os.environ.setdefault("CACHEDB", str(kernel_cache(cc, settings.cache)))
     except ConfigError:
         from tinygrad import Device
 
@@ -111,10 +117,11 @@ class Engine:
         stage = Stage(plan, index, short_id(settings.run), slice_)
         return stage, self._make_head(stage, model) if index == HEAD else None
 
-    def _make_head(self, stage: Stage, model: object) -> Head:
+    def _make_head(self, stage: Stage, model: Model) -> Head:
         from pptasks.text import open_text  # only the head opens the tokenizer
 
-        return Head(stage, open_text(model), self._reporter, self._settings.lap_deadline_s, model.config.vocab_size)
+        everyone_ready = partial(self._membership.everyone_ready, stage.plan)
+        return Head(stage, open_text(model), self._reporter, self._settings.lap_deadline_s, model.config.vocab_size, everyone_ready)
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self._membership.update(phase=phase, done=done, total=total)

@@ -6,6 +6,7 @@ What goes on the next lap is decided in scheduler.py, what a lap computes in sta
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +39,17 @@ class Session:
 
 
 class Head:
-    """Requests in, batches out, tokens back. Knows the stage it sits on, and nothing of queues."""
+    """Requests in, batches out, tokens back. Knows the stage it sits on, and nothing of queues.
 
-    def __init__(self, stage: Stage, text: Text, reporter: Reporter, lap_deadline_s: float, vocab_size: int):
+    Requests wait until `everyone_ready` says so for the first time.
+    """
+
+    def __init__(
+        self, stage: Stage, text: Text, reporter: Reporter, lap_deadline_s: float, vocab_size: int, everyone_ready: Callable[[], bool]
+    ):
         plan = stage.plan
         self._stage, self._text, self._reporter, self._vocab = stage, text, reporter, vocab_size
+        self._everyone_ready, self._open_for_all = everyone_ready, False
         self._hops = plan.n_stages if plan.n_stages > 1 else 0
         self._sessions: dict[bytes, Session] = {}
         # Laps are numbered on from the clock, so that those of a head that is started again are newer than any before.
@@ -60,7 +67,9 @@ class Head:
 
     def next_batch(self) -> Batch | None:
         """What goes on the next lap now, on record as sent."""
-        for sequence in self._state.admit():
+        if not self._open_for_all and self._state.waiting:
+            self._open_for_all = self._everyone_ready()
+        for sequence in self._state.admit() if self._open_for_all else ():
             session = self._sessions[sequence.short_id]
             session.started_at = time.monotonic()
             self._reporter.started(session.celery)

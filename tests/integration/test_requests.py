@@ -23,11 +23,14 @@ from celery.result import AsyncResult
 from orchestrator.cluster import LocalCluster, Options
 from pptasks.config import Settings, child_environment
 from pptasks.errors import RequestError
-from pptasks.keys import stage_queue
+from pptasks.keys import Keys, stage_queue
+from pptasks.members import Membership
 from pptasks.models import open_model
 from pptasks.plan import make_plan
 from pptasks.wire import DTYPES, VERSION, Frame, Kind, Lane, Sampling, decode, encode, short_id
 from tests.conftest import WaitUntil
+from tests.pipeline import load
+from workers.stage import Stage
 
 LONG = {"prompt": "Once upon a time", "raw": True, "max_tokens": 1500}
 
@@ -230,20 +233,61 @@ def test_malformed_messages_are_dropped_and_the_pipeline_goes_on(
     assert [worker.pid for worker in cluster.workers] == before
 
 
+# ---- workers started by hand, as on other machines ----
+
+
+@contextlib.contextmanager
+def by_hand(stage: int, settings: Settings, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`celery -A workers worker` with its environment, as the README tells."""
+    argv = [sys.executable, "-m", "celery", "-A", "workers", "worker", "-Q", f"stage{stage}", "--pool", "solo", "-l", "WARNING"]
+    with log.open("wb") as out:
+        worker = subprocess.Popen(argv, env=child_environment(replace(settings, stage=stage)), stdout=out, stderr=out)
+        try:
+            yield worker
+        finally:
+            worker.terminate()
+            worker.wait(10)
+
+
+@pytest.fixture
+def hand_settings(redis_url: str, goldens: Path) -> Settings:
+    return replace(
+        Settings.from_env(), model=str(goldens / "llama-tied"), num_stages=2, wire="f32", broker=redis_url, run="by-hand",
+        secret="ab" * 32, lap_deadline_s=0.3, prefill_chunk=4,
+    )  # fmt: skip
+
+
+def test_a_request_waits_until_every_stage_is_ready(hand_settings: Settings, goldens: Path, tmp_path: Path, wait_until: WaitUntil) -> None:
+    golden = json.loads((goldens / "llama-tied" / "expected.json").read_text())
+    with stock_app(hand_settings.broker, "pp:by-hand:") as app, redis.Redis.from_url(hand_settings.broker) as client:
+        result = send(app, tokens=golden["prompt_ids"], max_tokens=6)
+        with by_hand(0, hand_settings, tmp_path / "0"):
+            wait_until(lambda: client.exists("pp:by-hand:name:pp-entry"), timeout=30, what="stage 0 is ready")
+            with by_hand(1, hand_settings, tmp_path / "1"):
+                assert result.get(timeout=30)["token_ids"] == golden["greedy_ids"][:6]
+
+
+def test_a_second_worker_of_a_stage_is_refused(hand_settings: Settings, tmp_path: Path, wait_until: WaitUntil) -> None:
+    with redis.Redis.from_url(hand_settings.broker) as client, by_hand(1, hand_settings, tmp_path / "first") as first:
+        wait_until(lambda: client.exists("pp:by-hand:name:pp-exit"), timeout=30, what="stage 1 is ready")
+        with by_hand(1, hand_settings, tmp_path / "second") as second:
+            assert second.wait(20) == 1
+        assert f"is served by celery@{socket.gethostname()} (pid {first.pid}" in (tmp_path / "second").read_text()
+        assert first.poll() is None
+        assert client.exists("pp:by-hand:lock:1")
+
+
 # ---- the network between the stages ----
 
 
 class Stage1:
     """A worker of stage 1 that a test plays itself: the real computation, with a say in what becomes of each frame."""
 
-    def __init__(self, url: str, settings: Settings, model_path: Path):
-        from tests.pipeline import load
-        from workers.stage import Stage
-
-        self.settings, model = settings, open_model(model_path, settings.cache)
-        self.plan = make_plan(model, settings)
-        self._stage = Stage(self.plan, 1, short_id(settings.run), load(model, self.plan, 1))
-        self._client = redis.Redis.from_url(url)
+    def __init__(self, settings: Settings):
+        self.settings, model = settings, open_model(settings.model, settings.cache)
+        plan = make_plan(model, settings)
+        self._stage = Stage(plan, 1, short_id(settings.run), load(model, plan, 1))
+        self._client = redis.Redis.from_url(settings.broker)
         self._prefix = f"pp:{settings.run}:"
         self.n_frames = 0
 
@@ -262,38 +306,31 @@ class Stage1:
 
 
 @pytest.fixture
-def head_alone(redis_url: str, goldens: Path, tmp_path: Path, wait_until: WaitUntil) -> Iterator[tuple[Settings, Celery]]:
-    """A real worker of stage 0, started by hand as on another machine, on a Redis that was given."""
-    settings = replace(
-        Settings.from_env(), model=str(goldens / "llama-tied"), num_stages=2, wire="f32", broker=redis_url, run="by-hand",
-        secret="ab" * 32, lap_deadline_s=0.3, prefill_chunk=4,
-    )  # fmt: skip
-    argv = [sys.executable, "-m", "celery", "-A", "workers", "worker", "-Q", "stage0", "--pool", "solo", "-l", "WARNING"]
-    log = (tmp_path / "log").open("wb")
-    worker = subprocess.Popen(argv, env=child_environment(replace(settings, stage=0)), stdout=log, stderr=log)
-    try:
-        with redis.Redis.from_url(redis_url) as client:
-            wait_until(lambda: client.exists("pp:by-hand:name:pp-entry"), timeout=30, what="stage 0 is ready")
-        with stock_app(redis_url, "pp:by-hand:") as app:
-            yield settings, app
-    finally:
-        worker.terminate()
-        worker.wait(10)
-        log.close()
+def head_alone(hand_settings: Settings, tmp_path: Path, wait_until: WaitUntil) -> Iterator[Celery]:
+    """A real worker of stage 0; stage 1 is the test's."""
+    settings = hand_settings
+    with (
+        by_hand(0, settings, tmp_path / "log"),
+        redis.Redis.from_url(settings.broker) as client,
+        Membership(settings.broker, Keys(settings.run), 1, 2, node="test", watch_lease=False, on_gone=pytest.fail) as membership,
+    ):
+        membership.update(state="ready", digest=make_plan(open_model(settings.model, settings.cache), settings).digest.hex(), span=(3, 6))
+        wait_until(lambda: client.exists("pp:by-hand:name:pp-entry"), timeout=30, what="stage 0 is ready")
+        with stock_app(settings.broker, "pp:by-hand:") as app:
+            yield app
 
 
 @pytest.mark.parametrize("fault", ["lost on the way", "lost on the way back", "doubled on the way", "doubled on the way back"])
 def test_a_real_head_survives_each_frame_lost_or_doubled_once(
-    head_alone: tuple[Settings, Celery], redis_url: str, goldens: Path, fault: str
+    head_alone: Celery, hand_settings: Settings, goldens: Path, fault: str
 ) -> None:
-    settings, app = head_alone
     golden = json.loads((goldens / "llama-tied" / "expected.json").read_text())
-    stage1 = Stage1(redis_url, settings, goldens / "llama-tied")
+    stage1 = Stage1(hand_settings)
     copies = 0 if fault.startswith("lost") else 2
     request = {"tokens": golden["prompt_ids"], "max_tokens": 6}
     began = time.monotonic()
     for nth in range(1, 9):  # three frames of prefill, five of decode
-        result = send(app, **request)
+        result = send(head_alone, **request)
         faults = {nth: copies}
         stage1.serve(result, *((faults, {}) if fault.endswith("way") else ({}, faults)))
         assert result.get(timeout=10)["token_ids"] == golden["greedy_ids"][:6], f"frame {nth}"

@@ -16,7 +16,8 @@ KEY, SECRET = "a1" * 32, "b2" * 32
 def test_settings_survive_the_environment_and_show_no_secret() -> None:
     settings = LinkSettings(key=KEY, secret=SECRET, ticket="endpointabc", port="7000", die_with_parent="1")
     environ = settings.to_environ()
-    assert environ["PP_LINK_PORT"] == "7000" and "PP_LINK_BIND" not in environ
+    assert environ["PP_LINK_PORT"] == "7000"
+    assert "PP_LINK_BIND" not in environ
     assert LinkSettings.from_environ({**environ, "PATH": "/bin"}) == settings
     assert not any(hidden in repr(settings) for hidden in (KEY, SECRET, "endpointabc"))
 
@@ -68,16 +69,19 @@ def test_relay_and_ticket_that_are_not_ones() -> None:
 
 def test_a_key_yields_its_id_every_time() -> None:
     key, peer = new_key()
-    assert str(iroh.SecretKey.from_bytes(bytes.fromhex(key)).public()) == peer and len(peer) == 64
+    assert str(iroh.SecretKey.from_bytes(bytes.fromhex(key)).public()) == peer
+    assert len(peer) == 64
     assert new_key() != (key, peer)
 
 
 def test_allow_list_is_private_and_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "allow"
     write_allow(path, ["aa", "bb"])
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and read_allow(path) == {"aa", "bb"}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_allow(path) == {"aa", "bb"}
     write_allow(path, [])
-    assert read_allow(path) == frozenset() and list(tmp_path.iterdir()) == [path]
+    assert read_allow(path) == frozenset()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_allow_list_that_cannot_be_trusted_is_refused(tmp_path: Path) -> None:

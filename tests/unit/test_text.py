@@ -154,6 +154,16 @@ def test_white_space_that_a_control_token_swallows(folder: Path, make: MakeText)
     assert text.encode_chat(user("b<|x|>")) == [*text.encode("a"), x, *text.encode("b<|x|>")]
 
 
+def test_a_control_token_of_white_space(folder: Path, make: MakeText) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("\t\t", special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = make("\t\t{{ messages[0].content }}")
+    tabs = tokenizer.token_to_id("\t\t")
+    assert text.encode_chat(user("b\t\t\tc")) == [tabs, *text.encode("b\t\t\tc")]
+    assert tabs not in text.encode("b\t\t\tc")
+
+
 # --- The beginning of a text ----------------------------------------------------------------------------------------
 
 
