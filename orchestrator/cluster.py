@@ -28,7 +28,7 @@ from pptasks.members import Lease, Member, check_ready, explain, read_members, r
 from pptasks.plan import Plan
 
 if TYPE_CHECKING:
-    from pptasks.link import LinkSettings
+    from pptasks.peers import LinkSettings
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class LocalCluster:
 
     def _start_links(self) -> list[str]:
         """One link at the broker, one for each worker with a key of its own; the broker URL of each worker."""
-        from pptasks.link import LinkSettings, new_key, write_allow  # loads iroh, which a direct run does not need
+        from pptasks.peers import LinkSettings, new_key, write_allow  # loads iroh, which a direct run does not need
 
         broker = urlsplit(self.settings.broker)
         if broker.hostname not in ("127.0.0.1", "localhost", "::1"):

@@ -42,15 +42,13 @@ OTHER_TENSOR_TYPES: Mapping[int, str] = MappingProxyType({
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 })  # fmt: skip
 
-MAX_PAIRS = 1 << 14
-MAX_TENSORS = 1 << 16
+MAX_PAIRS, MAX_TENSORS = 1 << 14, 1 << 16
 MAX_ELEMENTS = 1 << 23  # of one array
 MAX_KEY = 1 << 12  # bytes; ggml allows 2^16 - 1, files use under 100
 MAX_TENSOR_NAME = 1 << 8  # bytes; ggml allows 63
 MAX_STRING = 1 << 24  # bytes
 MAX_DIMS = 4
-MAX_ALIGNMENT = 1 << 20
-DEFAULT_ALIGNMENT = 32
+DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
 MIN_PAIR = 8 + 4 + 1  # bytes: an empty key, a type, one byte of value
 MIN_TENSOR = 8 + 4 + 8 + 4 + 8
 

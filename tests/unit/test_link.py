@@ -8,7 +8,8 @@ import iroh
 import pytest
 
 from pptasks.errors import ConfigError, LinkError
-from pptasks.link import MAX_ALLOW_BYTES, LinkSettings, copy_bytes_in_one_go, new_key, proof, read_allow, write_allow
+from pptasks.link import copy_bytes_in_one_go
+from pptasks.peers import MAX_ALLOW_BYTES, LinkSettings, new_key, proof, read_allow, write_allow
 
 KEY, SECRET = "a1" * 32, "b2" * 32
 
