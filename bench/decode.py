@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/decode.py [--pairs 3] [--tokens 48]
 
-Stock runs in an environment of its own, .bench/tinygrad-0.13.0, which is made when it is not there. Prints a table and one JSON line.
+Stock runs in an environment of its own, .bench/tinygrad-0.13.0, which is made when it is not there. Prints a table and
+one JSON line.
 """
 
 import argparse
@@ -18,7 +19,10 @@ from pptasks.config import Settings
 from pptasks.models import open_model
 
 HERE = Path(__file__).parent
-PROMPT = "1,9690,198,2683,359,253,5356,5646,11173,3365,3511,308,34519,28,7018,411,407,19712,8182,2,198,1,4093,198,36218,33662,2,198,1,520,9531,198"
+PROMPT = (
+    "1,9690,198,2683,359,253,5356,5646,11173,3365,3511,308,34519,28,7018,411,407,19712,8182,2,198,"
+    "1,4093,198,36218,33662,2,198,1,520,9531,198"
+)
 
 
 def stock_python() -> Path:
@@ -33,12 +37,31 @@ def stock_python() -> Path:
 
 def stock(python: Path, model: Path, tokens: int, cc: str) -> dict:
     env = {**os.environ, "DEV": "CPU", "CC": cc}
-    done = subprocess.run([python, HERE / "stock_decode.py", model, str(tokens), PROMPT], env=env, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, HERE / "stock_decode.py", model, str(tokens), PROMPT],
+        env=env,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def ours(tokens: int, stages: int) -> dict:
-    argv = [sys.executable, "-m", "orchestrator.cli", "run", "--json", "-q", "--tokens", PROMPT, "--max-tokens", str(tokens), "--stages", str(stages)]
+    argv = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "run",
+        "--json",
+        "-q",
+        "--tokens",
+        PROMPT,
+        "--max-tokens",
+        str(tokens),
+        "--stages",
+        str(stages),
+    ]
     return json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
 
 

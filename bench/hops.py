@@ -3,8 +3,9 @@
     .venv/bin/python bench/hops.py [--pairs 3]
     .venv/bin/python bench/hops.py --delay-proxy ../shared/tools/delay_proxy.py --rtt-ms 40
 
-The ring has two processes and frames of the same size, and computes nothing. A hop of ours is (lap - sum of compute) / hops on the head's
-clock: sending, Redis, Celery's loop, checking, the inbox. With a delay proxy before Redis, hops are also given in round trips.
+The ring has two processes and frames of the same size, and computes nothing. A hop of ours is (lap - sum of compute) /
+hops on the head's clock: sending, Redis, Celery's loop, checking, the inbox. With a delay proxy before Redis, hops are
+also given in round trips.
 """
 
 import argparse
@@ -47,7 +48,18 @@ def bare_ring(url: str, laps: int) -> list[float]:
 
 
 def ours(url: str, tokens: int) -> dict:
-    argv = [sys.executable, "-m", "orchestrator.cli", "run", "--json", "-q", "--raw", "--max-tokens", str(tokens), "Once upon a time"]
+    argv = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "run",
+        "--json",
+        "-q",
+        "--raw",
+        "--max-tokens",
+        str(tokens),
+        "Once upon a time",
+    ]
     done = subprocess.run(argv, check=True, capture_output=True, text=True, env={**os.environ, "PP_BROKER": url})
     return json.loads(done.stdout)["timings"]
 
@@ -59,13 +71,19 @@ def far_away(url: str, proxy: str | None, rtt_ms: float) -> Iterator[str]:
         yield url
         return
     parts, port = urlsplit(url), _free_port()
-    process = subprocess.Popen([sys.executable, proxy, str(port), str(parts.port), "--rtt-ms", str(rtt_ms)], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, proxy, str(port), str(parts.port), "--rtt-ms", str(rtt_ms)], stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     try:
         yield url.replace(f":{parts.port}/", f":{port}/")
     finally:
         process.terminate()
         process.wait()
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
@@ -80,13 +98,13 @@ def main() -> None:
         for _ in range(args.pairs):
             ring = bare_ring(url, 220 if args.delay_proxy is None else 60)
             rows.append((statistics.median(ring), statistics.quantiles(ring, n=100)[98], ours(url, args.tokens)))
-    p50 = [r[2]["hop_us_p50"] for r in rows]
-    p99 = [r[2]["hop_us_p99"] for r in rows]
-    print(f"bare ring     p50 {statistics.median(r[0] for r in rows):9.0f} us   p99 {statistics.median(r[1] for r in rows):9.0f} us")
-    print(f"pptasks hop   p50 {statistics.median(p50):9.0f} us   p99 {statistics.median(p99):9.0f} us")
-    print(f"ratio p50 {statistics.median(a / r[0] for a, r in zip(p50, rows, strict=True)):.2f}, p99 {statistics.median(a / r[1] for a, r in zip(p99, rows, strict=True)):.2f}")
+    ring50, ring99 = [r[0] for r in rows], [r[1] for r in rows]
+    ours50, ours99 = [r[2]["hop_us_p50"] for r in rows], [r[2]["hop_us_p99"] for r in rows]
+    print(f"bare ring     p50 {statistics.median(ring50):9.0f} us   p99 {statistics.median(ring99):9.0f} us")
+    print(f"pptasks hop   p50 {statistics.median(ours50):9.0f} us   p99 {statistics.median(ours99):9.0f} us")
+    print(f"ratio p50 {median_ratio(ours50, ring50):.2f}, p99 {median_ratio(ours99, ring99):.2f}")
     if args.delay_proxy:
-        print(f"round trips of {args.rtt_ms:.0f} ms a hop: {statistics.median(p50) / args.rtt_ms / 1000:.2f}")
+        print(f"round trips of {args.rtt_ms:.0f} ms a hop: {statistics.median(ours50) / args.rtt_ms / 1000:.2f}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/start.py [--runs 3]
 
-Cold: an empty cache for compiled kernels (XDG_CACHE_HOME is a fresh folder), the model's file already there. Warm: the same again.
+Cold: an empty cache for compiled kernels (XDG_CACHE_HOME is a fresh folder), the model's file already there. Warm: the
+same again.
 """
 
 import argparse
@@ -18,7 +19,21 @@ from pptasks.models import open_model
 
 
 def run(model: str, stages: int, cache: str) -> dict:
-    argv = [sys.executable, "-m", "orchestrator.cli", "run", "--json", "-q", "--model", model, "--stages", str(stages), "--max-tokens", "2", "Say hello"]
+    argv = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "run",
+        "--json",
+        "-q",
+        "--model",
+        model,
+        "--stages",
+        str(stages),
+        "--max-tokens",
+        "2",
+        "Say hello",
+    ]
     env = {**os.environ, "XDG_CACHE_HOME": cache}
     env.pop("PP_CACHE", None)
     return json.loads(subprocess.run(argv, check=True, capture_output=True, text=True, env=env).stdout)

@@ -1,6 +1,7 @@
-"""Stock tinygrad's own single-process decode of a GGUF, for comparison. Runs in an environment with tinygrad 0.13.0 (bench/decode.py makes it).
+"""Stock tinygrad's own single-process decode of a GGUF, for comparison. Runs in an environment with tinygrad 0.13.0
+(bench/decode.py makes it).
 
-    python stock_decode.py MODEL.gguf TOKENS "1,2,3"      prints one JSON object: tokens_per_s, first_s, token_ids
+python stock_decode.py MODEL.gguf TOKENS "1,2,3"      prints one JSON object: tokens_per_s, first_s, token_ids
 """
 
 import json
@@ -20,4 +21,12 @@ for token in model.generate(list(prompt)):
     if len(generated) == n:
         break
 steady = stamps[5:]  # the first few compile
-print(json.dumps({"tokens_per_s": (len(steady) - 1) / (steady[-1] - steady[0]), "first_s": stamps[0] - began, "token_ids": generated}))
+print(
+    json.dumps(
+        {
+            "tokens_per_s": (len(steady) - 1) / (steady[-1] - steady[0]),
+            "first_s": stamps[0] - began,
+            "token_ids": generated,
+        }
+    )
+)

@@ -54,13 +54,15 @@ OnMembers = Callable[[Mapping[int, Member]], None]
 class LocalCluster:
     """A context manager: inside it, every stage is ready and `settings` say how to reach the run.
 
-    Whatever happens inside, or while it starts, every process that it started has ended when it is left, and no key of the run is left
-    on a given Redis. Raises StageFailed, NotReady, BrokerError or LinkError while it starts.
+    Whatever happens inside, or while it starts, every process that it started has ended when it is left, and no key of
+    the run is left on a given Redis. Raises StageFailed, NotReady, BrokerError or LinkError while it starts.
     """
 
     def __init__(self, settings: Settings, plan: Plan, options: Options, on_members: OnMembers = lambda members: None):
         self.plan, self._options, self._on_members = plan, options, on_members
-        self.settings = replace(settings, stage=None, lease=True, run=f"run-{secrets.token_hex(6)}", secret=secrets.token_hex(32))
+        self.settings = replace(
+            settings, stage=None, lease=True, run=f"run-{secrets.token_hex(6)}", secret=secrets.token_hex(32)
+        )
         self.keys = Keys(self.settings.run)
         self.workers: list[Process] = []
         self.members: dict[int, Member] = {}
@@ -78,7 +80,9 @@ class LocalCluster:
         self.ready_s = time.monotonic() - began
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
         return self._stack.__exit__(kind, error, trace)
 
     def check(self) -> None:
@@ -130,7 +134,10 @@ class LocalCluster:
 
         broker = urlsplit(self.settings.broker)
         if broker.hostname not in ("127.0.0.1", "localhost", "::1"):
-            raise LinkError(f"--link iroh serves a broker on this machine, not one at {broker.hostname}: run it there, or use --link direct")
+            raise LinkError(
+                f"--link iroh serves a broker on this machine, not one at {broker.hostname}: "
+                "run it there, or use --link direct"
+            )
         target = f"{'[::1]' if broker.hostname == '::1' else '127.0.0.1'}:{broker.port or 6379}"
         secret, (key, _) = secrets.token_hex(32), new_key()
         peers = [new_key() for _ in range(self.plan.n_stages)]  # (secret key, id)
@@ -140,7 +147,8 @@ class LocalCluster:
         served = self._link("serve", LinkSettings(key=key, target=target, allow=str(allow), **common), "link")
         ticket = self._announced(served)["ticket"]
         links = [
-            self._link("connect", LinkSettings(key=peer, ticket=ticket, **common), f"link{stage}") for stage, (peer, _) in enumerate(peers)
+            self._link("connect", LinkSettings(key=peer, ticket=ticket, **common), f"link{stage}")
+            for stage, (peer, _) in enumerate(peers)
         ]
         return [_through(self.settings.broker, self._announced(link)["port"]) for link in links]
 
@@ -154,7 +162,9 @@ class LocalCluster:
     def _announced(self, link: Process) -> dict[str, str]:
         line = link.read_line(LINK_UP_S)
         if not line:
-            raise LinkError(f"{link.name} is not up after {LINK_UP_S:.0f} s: {' | '.join(link.tail(3)) or link.how_it_ended}")
+            raise LinkError(
+                f"{link.name} is not up after {LINK_UP_S:.0f} s: {' | '.join(link.tail(3)) or link.how_it_ended}"
+            )
         return json.loads(line)
 
     def _wait_until_ready(self, deadline: float) -> None:
@@ -170,7 +180,10 @@ class LocalCluster:
             except redis.RedisError as e:
                 raise BrokerError(f"the broker was lost while the stages started: {explain(e)}") from None
             if time.monotonic() > deadline:
-                raise NotReady(f"{self._who_is_late(members)} within {self._options.timeout_s:.0f} s: look at {self._folder}, or raise --timeout")
+                raise NotReady(
+                    f"{self._who_is_late(members)} within {self._options.timeout_s:.0f} s: "
+                    f"look at {self._folder}, or raise --timeout"
+                )
             time.sleep(POLL_S)
 
     def _names_resolve(self) -> bool:
@@ -198,7 +211,9 @@ class LocalCluster:
         for process in processes:
             process.finish()
 
-    def _drop_logs(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _drop_logs(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Logs are kept for whoever asks why a run failed."""
         if kind is None or not issubclass(kind, Exception):
             shutil.rmtree(self._folder, ignore_errors=True)

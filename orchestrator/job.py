@@ -33,8 +33,8 @@ class Job:
     def run(self, request: Request, on_text: Callable[[str], None] = lambda text: None) -> Answer:
         """Wait for the whole answer; `on_text` gets its pieces.
 
-        Raises what the head raised, StageFailed when a worker ends, RequestFailed when nothing comes for `timeout_s`. On an interrupt the
-        request is cancelled, and the answer is what had come.
+        Raises what the head raised, StageFailed when a worker ends, RequestFailed when nothing comes for `timeout_s`.
+        On an interrupt the request is cancelled, and the answer is what had come.
         """
         began = time.monotonic()
         request_id = self._client.submit(request)
@@ -58,7 +58,9 @@ class Job:
                 on_text(piece.text)
             elif time.monotonic() - heard > self._timeout_s:
                 self._client.cancel(request_id)
-                raise RequestFailed(f"no token came for {self._timeout_s:.0f} s: look at the stages' logs, or raise --timeout")
+                raise RequestFailed(
+                    f"no token came for {self._timeout_s:.0f} s: look at the stages' logs, or raise --timeout"
+                )
 
 
 def describe(cluster: LocalCluster, model: Model, answer: Answer) -> dict[str, Any]:
@@ -87,5 +89,10 @@ def describe(cluster: LocalCluster, model: Model, answer: Answer) -> dict[str, A
 def _cancelled(ids: list[int], text: list[str]) -> dict[str, Any]:
     nothing = dict.fromkeys(("prefill_s", "decode_s", "tokens_per_s", "hop_us_p50", "hop_us_p99"))
     return {
-        "text": "".join(text), "token_ids": ids, "prompt_token_ids": [], "finish_reason": "cancelled", "seed": None, "timings": nothing,
-    }  # fmt: skip
+        "text": "".join(text),
+        "token_ids": ids,
+        "prompt_token_ids": [],
+        "finish_reason": "cancelled",
+        "seed": None,
+        "timings": nothing,
+    }

@@ -17,9 +17,14 @@ class Display:
     def __init__(self, console: Console, *, quiet: bool = False):
         self._console, self._quiet = console, quiet
         self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[amount]}"), TimeElapsedColumn(),
-            console=console, transient=True, disable=quiet or not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[amount]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=quiet or not console.is_terminal,
+        )
         self._tasks: dict[str, TaskID] = {}
         self._said: dict[str, str] = {}
 
@@ -27,7 +32,9 @@ class Display:
         self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bars.stop()
 
     def progress(self, phase: str, done: int, total: int, who: str = "model") -> None:
@@ -35,7 +42,9 @@ class Display:
         amount = f"{done / 1e6:.0f}/{total / 1e6:.0f} MB" if phase in _BYTES else f"{done}/{total}" if total else ""
         if who not in self._tasks:
             self._tasks[who] = self._bars.add_task(who, total=None, amount="")
-        self._bars.update(self._tasks[who], description=f"{who}: {phase}", completed=done, total=total or None, amount=amount)
+        self._bars.update(
+            self._tasks[who], description=f"{who}: {phase}", completed=done, total=total or None, amount=amount
+        )
         if not self._bars.disable or self._quiet or self._said.get(who) == phase:
             return
         self._said[who] = phase

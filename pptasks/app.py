@@ -42,7 +42,7 @@ def make_app(settings: Settings) -> Celery:
         worker_disable_rate_limits=True,
         worker_cancel_long_running_tasks_on_connection_loss=False,
     )
-    app.settings = settings  # type: ignore[attr-defined]
+    app.settings = settings
     return app
 
 

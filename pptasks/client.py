@@ -35,7 +35,7 @@ class Client:
 
     @property
     def _keys(self) -> Keys:
-        return Keys(self.app.settings.run)  # type: ignore[attr-defined]
+        return Keys(self.app.settings.run)
 
     def submit(self, request: Request) -> str:
         """Send the task `pptasks.generate`; its id. Raises BrokerError."""
@@ -55,7 +55,8 @@ class Client:
     def result(self, request_id: str, timeout_s: float = RESULT_WAIT_S) -> dict[str, Any]:
         """What the head stored when the request ended.
 
-        Raises what the head raised (RequestError, RequestFailed), or RequestFailed when it was cancelled or nothing comes in time.
+        Raises what the head raised (RequestError, RequestFailed), or RequestFailed when it was cancelled or nothing
+        comes in time.
         """
         result = AsyncResult(request_id, app=self.app)
         deadline = time.monotonic() + timeout_s

@@ -25,7 +25,7 @@ A worker is told what it is by its environment, so that the same command starts 
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -40,8 +40,8 @@ MAX_CHUNK = 4096
 MAX_CONTEXT = 1 << 20
 
 
-def _env(name: str, default: object, *, secret: bool = False) -> object:
-    return field(default=default, repr=not secret, metadata={"env": name})
+def _env(name: str) -> dict[str, str]:
+    return {"env": name}
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,23 @@ class Settings:
     Raises ConfigError, naming the variable, for a value that does not hold.
     """
 
-    stage: int | None = _env("STAGE", None)  # type: ignore[assignment]
-    num_stages: int = _env("NUM_STAGES", 2)  # type: ignore[assignment]
-    model: str = _env("MODEL", "smollm2:135m")  # type: ignore[assignment]
-    broker: str = _env("PP_BROKER", "redis://127.0.0.1:6379/0", secret=True)  # type: ignore[assignment]
-    run: str = _env("PP_RUN", "default")  # type: ignore[assignment]
-    secret: str = _env("PP_SECRET", "", secret=True)  # type: ignore[assignment]
-    split: str = _env("PP_SPLIT", "even")  # type: ignore[assignment]
-    wire: str = _env("PP_WIRE", "bf16")  # type: ignore[assignment]
-    readout: str = _env("PP_READOUT", "auto")  # type: ignore[assignment]
-    context: int | None = _env("PP_CONTEXT", None)  # type: ignore[assignment]
-    slots: int = _env("PP_SLOTS", 4)  # type: ignore[assignment]
-    prefill_chunk: int = _env("PP_PREFILL_CHUNK", 128)  # type: ignore[assignment]
-    kernels: str = _env("PP_KERNELS", "auto")  # type: ignore[assignment]
-    lap_deadline_s: float = _env("PP_LAP_DEADLINE", 30.0)  # type: ignore[assignment]
-    lease: bool = _env("PP_LEASE", False)  # type: ignore[assignment]
-    cache: Path = _env("PP_CACHE", Path(platformdirs.user_cache_dir("pptasks", appauthor=False)))  # type: ignore[assignment]
-    cc: str | None = _env("CC", None)  # type: ignore[assignment]
+    stage: int | None = field(default=None, metadata=_env("STAGE"))
+    num_stages: int = field(default=2, metadata=_env("NUM_STAGES"))
+    model: str = field(default="smollm2:135m", metadata=_env("MODEL"))
+    broker: str = field(default="redis://127.0.0.1:6379/0", metadata=_env("PP_BROKER"), repr=False)
+    run: str = field(default="default", metadata=_env("PP_RUN"))
+    secret: str = field(default="", metadata=_env("PP_SECRET"), repr=False)
+    split: str = field(default="even", metadata=_env("PP_SPLIT"))
+    wire: str = field(default="bf16", metadata=_env("PP_WIRE"))
+    readout: str = field(default="auto", metadata=_env("PP_READOUT"))
+    context: int | None = field(default=None, metadata=_env("PP_CONTEXT"))
+    slots: int = field(default=4, metadata=_env("PP_SLOTS"))
+    prefill_chunk: int = field(default=128, metadata=_env("PP_PREFILL_CHUNK"))
+    kernels: str = field(default="auto", metadata=_env("PP_KERNELS"))
+    lap_deadline_s: float = field(default=30.0, metadata=_env("PP_LAP_DEADLINE"))
+    lease: bool = field(default=False, metadata=_env("PP_LEASE"))
+    cache: Path = field(default=platformdirs.user_cache_path("pptasks", appauthor=False), metadata=_env("PP_CACHE"))
+    cc: str | None = field(default=None, metadata=_env("CC"))
 
     def __post_init__(self) -> None:
         _range("NUM_STAGES", self.num_stages, 1, MAX_STAGES)
@@ -100,7 +100,11 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Settings":
         """Settings of this process. An empty variable counts as not set."""
         environ = os.environ if environ is None else environ
-        given = {f.name: _parse(f.metadata["env"], f.name, raw) for f in fields(cls) if (raw := environ.get(f.metadata["env"]))}
+        given = {
+            f.name: _parse(f.metadata["env"], f.name, raw)
+            for f in fields(cls)
+            if (raw := environ.get(f.metadata["env"]))
+        }
         return cls(**given)  # type: ignore[arg-type]
 
     def to_env(self) -> dict[str, str]:
@@ -109,7 +113,7 @@ class Settings:
         return {k: str(int(v) if isinstance(v, bool) else v) for k, v in values.items() if v is not None and v != ""}
 
 
-_PARSERS = {
+_PARSERS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("stage", "num_stages", "context", "slots", "prefill_chunk"), int),
     "lap_deadline_s": float,
     "cache": Path,

@@ -8,5 +8,7 @@ SOCKET_TIMEOUT_S = 5.0
 
 
 def connect(url: str) -> redis.Redis:
-    """A client that notices a dead link within seconds and never repeats a command by itself. Opens no connection yet."""
-    return redis.Redis.from_url(url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=3, retry=Retry(NoBackoff(), 0))
+    """A client that notices a dead link within seconds and repeats no command by itself. Opens no connection yet."""
+    return redis.Redis.from_url(
+        url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=3, retry=Retry(NoBackoff(), 0)
+    )

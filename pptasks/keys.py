@@ -1,6 +1,7 @@
 """Every queue name and Redis key of a run, and nowhere else.
 
-All of them carry the run's prefix: kombu puts it before queues, bindings, results and channels (`global_keyprefix`), `Keys` before our own.
+All of them carry the run's prefix: kombu puts it before queues, bindings, results and channels (`global_keyprefix`),
+`Keys` before our own.
 """
 
 from dataclasses import dataclass

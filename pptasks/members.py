@@ -1,7 +1,8 @@
-"""Who is there: each stage's worker says hello, keeps a lock, and is found by name; whoever started the run holds its lease.
+"""Who is there: each stage's worker says hello, keeps a lock, and is found by name; whoever started the run holds its
+lease.
 
-Everything is a key with a TTL that its owner renews, so that a process that dies is gone by itself. A stage is served by one worker:
-two consumers on one queue would swap frames.
+Everything is a key with a TTL that its owner renews, so that a process that dies is gone by itself. A stage is served
+by one worker: two consumers on one queue would swap frames.
 """
 
 import json
@@ -30,7 +31,9 @@ log = logging.getLogger(__name__)
 BEAT_S = 1.0
 TTL_S = 6.0  # of a member, its names and its lock
 LEASE_TTL_S = 5.0
-LEASE_GRACE_S = 2.5  # without a lease for that long, on a broker that answers: the run is gone, 10 s after its owner at most
+LEASE_GRACE_S = (
+    2.5  # without a lease for that long, on a broker that answers: the run is gone, 10 s after its owner at most
+)
 BROKER_GRACE_S = 7.0  # without a broker for that long: the run is gone; a broker that restarts needs less
 _MAX_RECORD = 64 << 10
 
@@ -57,7 +60,7 @@ class Member:
     error: str = ""
 
     @classmethod
-    def from_json(cls, raw: bytes) -> "Member":
+    def from_json(cls, raw: bytes | str) -> "Member":
         """Raises ValueError for what is no member record."""
         if len(raw) > _MAX_RECORD:
             raise ValueError("a member record that is too large")
@@ -68,32 +71,42 @@ class Member:
 
 
 class Membership:
-    """The worker's side: a thread that renews what the worker holds, and calls `on_gone(reason)` once when it must leave.
+    """The worker's side: a thread that renews what the worker holds, and calls `on_gone(reason)` once when it must
+    leave.
 
     Heartbeats have their own thread and connection, so they go on while a step computes or a model loads.
     """
 
     def __init__(
-        self, url: str, keys: Keys, stage: int, n_stages: int, *, node: str, watch_lease: bool, on_gone: Callable[[str], None]
+        self,
+        url: str,
+        keys: Keys,
+        stage: int,
+        n_stages: int,
+        *,
+        node: str,
+        watch_lease: bool,
+        on_gone: Callable[[str], None],
     ):
         self._client, self._keys, self._n_stages = connect(url), keys, n_stages
         self._member = Member(stage=stage, node=node)
-        self._lock = Lock(
-            self._client, keys.lock(stage), timeout=TTL_S, blocking=False, thread_local=False
-        )
+        self._lock = Lock(self._client, keys.lock(stage), timeout=TTL_S, blocking=False, thread_local=False)
         self._watch_lease, self._on_gone = watch_lease, on_gone
         self._guard = threading.Lock()
         self._changed, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="members", daemon=True)
 
     def join(self) -> None:
-        """Take the stage's lock and say hello. Waits one TTL for a predecessor that died. Raises StageTaken or BrokerError."""
+        """Take the stage's lock and say hello. Waits one TTL for a predecessor that died. Raises StageTaken or
+        BrokerError."""
         stage = self._member.stage
         try:
             if not self._lock.acquire(blocking=True, blocking_timeout=TTL_S + BEAT_S):
                 other = read_member(self._client, self._keys, stage)
                 who = f"{other.node} (pid {other.pid} on {other.host})" if other else "another worker"
-                raise StageTaken(f"stage {stage} of run {self._keys.run} is served by {who}: stop it first, or start another stage")
+                raise StageTaken(
+                    f"stage {stage} of run {self._keys.run} is served by {who}: stop it first, or start another stage"
+                )
             self._publish()
         except redis.RedisError as e:
             raise BrokerError(f"stage {stage} cannot say hello: {explain(e)}") from None
@@ -113,7 +126,8 @@ class Membership:
         self._changed.set()
 
     def everyone_ready(self, plan: Plan) -> bool:
-        """True when all stages are ready and hold `plan`; asks the broker. A stage that failed or differs is logged, and is not ready."""
+        """True when all stages are ready and hold `plan`; asks the broker. A stage that failed or differs is logged,
+        and is not ready."""
         try:
             return check_ready(read_members(self._client, self._keys, self._n_stages), plan)
         except (redis.RedisError, PPError) as e:
@@ -141,7 +155,8 @@ class Membership:
             now = time.monotonic()
             try:
                 if not self._hold_lock():
-                    return self._on_gone("another worker took the stage's lock")
+                    reason = "another worker took the stage's lock"
+                    break
                 self._publish()
                 broker_seen = now
                 if not self._watch_lease or self._client.exists(self._keys.lease):
@@ -150,12 +165,17 @@ class Membership:
                 log.warning("no heartbeat: %s", explain(e))
                 lease_seen = now  # nobody knows
             if self._watch_lease and now - broker_seen > BROKER_GRACE_S:
-                return self._on_gone("the run is gone: its broker cannot be reached")
+                reason = "the run is gone: its broker cannot be reached"
+                break
             if now - lease_seen > LEASE_GRACE_S:
-                return self._on_gone("the run is gone: nobody renews its lease")
+                reason = "the run is gone: nobody renews its lease"
+                break
             self._changed.wait(BEAT_S)
             self._changed.clear()
             self._stop.wait(0.1)
+        else:
+            return
+        self._on_gone(reason)
 
     def _hold_lock(self) -> bool:
         """Renew the lock; take it again if the broker forgot it. False if it is another's."""
@@ -169,7 +189,12 @@ class Membership:
         with self._client.pipeline(transaction=False) as pipe:
             pipe.set(self._keys.member(member.stage), json.dumps(asdict(member)), px=int(TTL_S * 1000))
             if member.state == "ready":
-                where = {"queue": stage_queue(member.stage), "node": member.node, "stage": member.stage, "incarnation": member.incarnation}
+                where = {
+                    "queue": stage_queue(member.stage),
+                    "node": member.node,
+                    "stage": member.stage,
+                    "incarnation": member.incarnation,
+                }
                 for key in self._names():
                     pipe.set(key, json.dumps(where), px=int(TTL_S * 1000))
             pipe.execute()
@@ -228,7 +253,8 @@ def read_members(client: redis.Redis, keys: Keys, n_stages: int) -> dict[int, Me
 
 
 def resolve(client: redis.Redis, keys: Keys, name: str) -> Mapping[str, Any]:
-    """Where a name such as pp-entry is served: queue, node, stage, incarnation. Raises NotReady if nobody answers to it."""
+    """Where a name such as pp-entry is served: queue, node, stage, incarnation. Raises NotReady if nobody answers to
+    it."""
     raw = client.get(keys.name(name))
     if raw is None:
         raise NotReady(f"nobody answers to {name} in run {keys.run}: is its worker up and ready?")
@@ -238,14 +264,15 @@ def resolve(client: redis.Redis, keys: Keys, name: str) -> Mapping[str, Any]:
 def check_ready(members: Mapping[int, Member], plan: Plan) -> bool:
     """True when every stage is ready and all of them hold `plan`, False while some are not there yet. Pure.
 
-    Raises StageFailed for a stage that failed, PlanError for one whose plan differs or whose span does not fit the others'.
+    Raises StageFailed for a stage that failed, PlanError for one whose plan differs or whose span does not fit the
+    others'.
     """
     for stage, member in sorted(members.items()):
         if member.state == "failed":
             raise StageFailed(f"stage {stage} ({member.node}) failed: {member.error}")
         if member.digest and member.digest != plan.digest.hex():
             raise PlanError(
-                f"stage {stage} ({member.node}) has plan {member.digest[:8]}, but this run's is {plan.digest.hex()[:8]}: "
+                f"stage {stage} ({member.node}) has plan {member.digest[:8]}, this run {plan.digest.hex()[:8]}: "
                 "start every stage with the same model, stages, split, wire, readout, context and slots"
             )
     ready = [members[i] for i in range(plan.n_stages) if i in members and members[i].state == "ready"]

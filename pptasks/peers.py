@@ -1,4 +1,4 @@
-"""What the two ends of a link are told and prove to each other: settings, keys, the allow-list, the proof of the run's secret.
+"""What the two ends of a link are told and prove to each other: settings, keys, allow-list, proof of the secret.
 
 `pptasks/link.py` is the process at either end.
 """

@@ -87,16 +87,21 @@ class Plan:
 
 
 def make_plan(model: Model, settings: Settings) -> Plan:
-    """The plan of a run. Every machine makes it again from the model's own header and its settings; the digests must agree.
+    """The plan of a run. Every machine makes it again from the model's own header and its settings; the digests must
+    agree.
 
     Raises PlanError.
     """
     config = model.config
     if settings.context is not None and settings.context > config.context:
-        raise PlanError(f"context {settings.context} is more than the {config.context} positions that {model.name} was trained for")
+        raise PlanError(
+            f"context {settings.context} is more than the {config.context} positions that {model.name} was trained for"
+        )
     rows = min(settings.prefill_chunk, max_rows(config.dim, DTYPES[settings.wire], settings.slots))
     if rows < 1:
-        raise PlanError(f"not one hidden state of width {config.dim} with {settings.slots} lanes fits a frame: use fewer slots")
+        raise PlanError(
+            f"not one hidden state of width {config.dim} with {settings.slots} lanes fits a frame: use fewer slots"
+        )
     stages, tied = settings.num_stages, "first" if config.tied else "last"
     readout = settings.readout if settings.readout != "auto" else tied
     return Plan(
@@ -130,17 +135,22 @@ def check_tiling(spans: Sequence[Span], n_blocks: int) -> None:
         raise PlanError(f"spans {shown}: only stage 0 may keep no block")
 
 
-def partition(n_blocks: int, stages: int, split: str, block_costs: Sequence[float], readout_costs: Sequence[float]) -> tuple[Span, ...]:
+def partition(
+    n_blocks: int, stages: int, split: str, block_costs: Sequence[float], readout_costs: Sequence[float]
+) -> tuple[Span, ...]:
     """Cut `n_blocks` blocks into `stages` spans.
 
-    `split` is "even" (blocks // stages each, the remainder on the last), "auto" (the largest cost of a stage is as small as it can be)
-    or the blocks of each stage, "10,10,10". `block_costs` has one cost a block, `readout_costs` one a stage for what it holds besides.
-    Raises PlanError for a split that does not tile, or more stages than blocks + 1.
+    `split` is "even" (blocks // stages each, the remainder on the last), "auto" (the largest cost of a stage is as
+    small as it can be) or the blocks of each stage, "10,10,10". `block_costs` has one cost a block, `readout_costs`
+    one a stage for what it holds besides. Raises PlanError for a split that does not tile, or more stages than blocks
+    + 1.
     """
     if split not in ("even", "auto"):
         return _given(n_blocks, stages, split)
     if not 1 <= stages <= n_blocks + 1:
-        raise PlanError(f"{stages} stages for {n_blocks} blocks: give 1 to {n_blocks + 1}, as only the head may keep no block")
+        raise PlanError(
+            f"{stages} stages for {n_blocks} blocks: give 1 to {n_blocks + 1}, as only the head may keep no block"
+        )
     if stages == n_blocks + 1:
         sizes = [0] + [1] * n_blocks
     elif split == "even":
@@ -183,8 +193,10 @@ def _balanced(stages: int, costs: Sequence[float], extra: Sequence[float]) -> li
     return _best_cut(stages, costs, extra, lambda total, cost: total + cost * cost, largest)[1]
 
 
-def _best_cut(stages: int, costs: Sequence[float], extra: Sequence[float], join: Any, limit: float | None) -> tuple[float, list[int]]:
-    """Dynamic programming over the cuts: best[k] = (value, sizes) with the first k blocks dealt to the stages so far."""
+def _best_cut(
+    stages: int, costs: Sequence[float], extra: Sequence[float], join: Any, limit: float | None
+) -> tuple[float, list[int]]:
+    """Dynamic programming over the cuts: best[k] = (value, sizes) with k blocks dealt to the stages so far."""
     n, prefix = len(costs), [0.0]
     for c in costs:
         prefix.append(prefix[-1] + c)

@@ -19,7 +19,8 @@ ROLES = ("system", "user", "assistant")
 class Request:
     """Exactly one of `prompt` (text), `messages` (a chat) and `tokens` (ids).
 
-    A prompt is put into the model's chat template as a user's message unless `raw`. Raises RequestError, naming the parameter.
+    A prompt is put into the model's chat template as a user's message unless `raw`. Raises RequestError, naming the
+    parameter.
     """
 
     prompt: str | None = None
@@ -61,8 +62,12 @@ class Request:
         """The request in a task's keyword arguments, which anybody may have sent. Raises RequestError."""
         unknown = sorted(set(kwargs) - set(cls.__dataclass_fields__))
         if unknown:
-            raise RequestError(f"unknown parameter {unknown[0]!r}; pptasks.generate takes {', '.join(cls.__dataclass_fields__)}")
-        listed = {k: tuple(v) if k in ("messages", "tokens") and isinstance(v, list) else v for k, v in kwargs.items()}
+            raise RequestError(
+                f"unknown parameter {unknown[0]!r}; pptasks.generate takes {', '.join(cls.__dataclass_fields__)}"
+            )
+        listed: dict[str, Any] = {
+            k: tuple(v) if k in ("messages", "tokens") and isinstance(v, list) else v for k, v in kwargs.items()
+        }
         return cls(**listed)
 
     def _check_prompt(self) -> None:
@@ -79,7 +84,9 @@ class Request:
             if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
                 raise RequestError(f"message {i} is not an object with just role and content")
             if message["role"] not in ROLES:
-                raise RequestError(f"message {i} has role {str(message['role'])[:40]!r}; give one of {', '.join(ROLES)}")
+                raise RequestError(
+                    f"message {i} has role {str(message['role'])[:40]!r}; give one of {', '.join(ROLES)}"
+                )
             _text(f"message {i}", message["content"])
 
     def _check_tokens(self) -> None:
@@ -108,5 +115,10 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
 
 
 def _real(name: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or not low <= value <= high
+    ):
         raise RequestError(f"{name} is {str(value)[:40]}: give a number from {low} to {high}")

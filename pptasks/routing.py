@@ -1,8 +1,8 @@
 """Where a frame goes next. Pure: a plan and a frame's kind in, one stage out.
 
-A lap starts on the head as an activation, visits stage after stage, and ends on the head: as tokens in a line, where the last stage
-read them out, or as the hidden state coming back in a ring. The way back has its own kinds, so that a frame that returns can never
-be taken for one that starts.
+A lap starts on the head as an activation, visits stage after stage, and ends on the head: as tokens in a line, where
+the last stage read them out, or as the hidden state coming back in a ring. The way back has its own kinds, so that a
+frame that returns can never be taken for one that starts.
 """
 
 from pptasks.errors import RoutingError
@@ -26,5 +26,8 @@ def route(plan: Plan, stage: int, kind: Kind) -> int:
     if kind is Kind.ERROR:
         return HEAD
     if kind is not produces(plan, stage):
-        raise RoutingError(f"stage {stage} of {plan.n_stages} cannot send {kind.name.lower()} in a {'ring' if plan.is_ring else 'line'}")
+        raise RoutingError(
+            f"stage {stage} of {plan.n_stages} cannot send {kind.name.lower()} "
+            f"in a {'ring' if plan.is_ring else 'line'}"
+        )
     return stage + 1 if kind is Kind.ACTIVATION else HEAD

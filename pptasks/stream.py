@@ -1,7 +1,8 @@
 """The tokens of a request as they come: a Redis stream that the head writes and the client reads.
 
-One entry a write, with one field `e`: JSON `{"ids": [...], "text": "..."}`, and at the end `{"end": "ok" | "failed" | "cancelled"}`,
-after which the task's result holds the rest. The stream lives for `KEEP_S` seconds after the last write.
+One entry a write, with one field `e`: JSON `{"ids": [...], "text": "..."}`, and at the end `{"end": "ok" | "failed" |
+"cancelled"}`, after which the task's result holds the rest. The stream lives for `KEEP_S` seconds after the last
+write.
 """
 
 import json
@@ -19,7 +20,8 @@ _POLL_MS = 1000  # under redis-py's socket timeout, so that a broken link is see
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that came, and their text: "" while a character is incomplete. `end` is set on the last piece of a stream."""
+    """Tokens that came, and their text: "" while a character is incomplete. `end` is set on the last piece of a
+    stream."""
 
     ids: tuple[int, ...] = ()
     text: str = ""
@@ -35,7 +37,8 @@ def write(client: redis.Redis, keys: Keys, request_id: str, piece: Piece) -> Non
 
 
 def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | None]:
-    """Pieces as they come, from the first; None once a second while there is nothing new, so that the caller can look around."""
+    """Pieces as they come, from the first; None once a second while there is nothing new, so that the caller can look
+    around."""
     last = "0"
     key = keys.stream(request_id)
     while True:
@@ -47,7 +50,8 @@ def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | N
         if not found:
             yield None
             continue
-        for last, fields in _entries(found):
+        for entry_id, fields in _entries(found):
+            last = entry_id
             entry = json.loads(fields[b"e"])
             yield Piece(tuple(entry.get("ids", ())), entry.get("text", ""), entry.get("end"))
             if "end" in entry:
@@ -55,7 +59,8 @@ def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | N
 
 
 def _entries(found: object) -> list[tuple[str, dict[bytes, bytes]]]:
-    """The entries of an XREAD reply of one stream, whatever protocol the client speaks (a list in RESP2, a dict in RESP3)."""
+    """The entries of an XREAD reply of one stream, whatever protocol the client speaks (a list in RESP2, a dict in
+    RESP3)."""
     if isinstance(found, dict):
         return [entry for batches in found.values() for batch in batches for entry in batch]
     return [entry for _, entries in found for entry in entries]  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
-"""The two tasks of a pipeline. Neither has a body that computes: their strategies check a message and put it into the engine's inbox.
+"""The two tasks of a pipeline. Neither has a body that computes: their strategies check a message and put it into the
+engine's inbox.
 
-`pptasks.generate` is a request. It goes through Celery's own strategy first, so that events, expiry, ETA and revokes are Celery's, and
-lands in the inbox where Celery would hand it to the pool. `pptasks.hop` is a frame and skips all of that.
+`pptasks.generate` is a request. It goes through Celery's own strategy first, so that events, expiry, ETA and revokes
+are Celery's, and lands in the inbox where Celery would hand it to the pool. `pptasks.hop` is a frame and skips all of
+that.
 """
 
 import logging
@@ -81,5 +83,9 @@ def _no_body(*args: Any, **kwargs: Any) -> None:
     raise PPError("this task is served by a stage's worker: start one with `celery -A workers worker -Q stage0`")
 
 
-generate = shared_task(name=GENERATE, Strategy="pptasks.tasks:generate_strategy", acks_late=False, typing=False)(_no_body)
-hop = shared_task(name=HOP_TASK, Strategy="pptasks.tasks:hop_strategy", ignore_result=True, send_events=False, typing=False)(_no_body)
+generate = shared_task(name=GENERATE, Strategy="pptasks.tasks:generate_strategy", acks_late=False, typing=False)(
+    _no_body
+)
+hop = shared_task(
+    name=HOP_TASK, Strategy="pptasks.tasks:hop_strategy", ignore_result=True, send_events=False, typing=False
+)(_no_body)

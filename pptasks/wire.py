@@ -2,15 +2,15 @@
 
 Layout, little-endian, in this order:
 
-    header   96 bytes  magic "PPTF", version u8, kind u8, dtype u8, error code u8, plan digest 16s, run 16s, step u64, compute us u64,
-                       lanes u32, rows u32, width u32, payload bytes u32, reserved 24s (zero)
-    lanes    64 bytes each: request 16s, attempt u32, slot u32, position u32, length u32, readout u32, temperature f64, top_k u32,
-                       top_p f64, seed u64
-    payload  rows x width values of dtype, C order
-    tag      32 bytes  HMAC-SHA256 over all of the above with the run's secret
+    header   96 bytes       magic "PPTF", version u8, kind u8, dtype u8, error code u8, plan digest 16s, run 16s,
+                            step u64, compute us u64, lanes u32, rows u32, width u32, payload bytes u32, 24 zeros
+    lanes    64 bytes each  request 16s, attempt u32, slot u32, position u32, length u32, readout u32,
+                            temperature f64, top_k u32, top_p f64, seed u64
+    payload                 rows x width values of dtype, C order
+    tag      32 bytes       HMAC-SHA256 over all of the above with the run's secret
 
-A decoder refuses, with a typed error and before it allocates anything, a frame with another magic, version or length, a count over its
-limit, or a tag that does not match. Nothing is guessed.
+A decoder refuses, with a typed error and before it allocates anything, a frame with another magic, version or length,
+a count over its limit, or a tag that does not match. Nothing is guessed.
 """
 
 import hashlib
@@ -70,7 +70,8 @@ _KIND_DTYPES = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. Bounds are checked at the door (client.py)."""
+    """How a token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. Bounds are checked at
+    the door (client.py)."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -80,7 +81,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Lane:
-    """One sequence inside a frame: `length` rows at positions `[position, position + length)` of a slot, the last `readout` of them read out."""
+    """One sequence inside a frame: `length` rows at positions `[position, position + length)` of a slot, the last
+    `readout` of them read out."""
 
     request: bytes  # 16 bytes, see `short_id`
     attempt: int
@@ -93,7 +95,8 @@ class Lane:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One hop. `payload` is (rows, width) in its wire dtype; `step` numbers the laps of a head, rising also across its restarts."""
+    """One hop. `payload` is (rows, width) in its wire dtype; `step` numbers the laps of a head, rising also across its
+    restarts."""
 
     kind: Kind
     plan: bytes  # the plan's digest
@@ -107,7 +110,10 @@ class Frame:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Frame):
             return NotImplemented
-        same = all(getattr(self, n) == getattr(other, n) for n in ("kind", "plan", "run", "step", "compute_us", "lanes", "error"))
+        same = all(
+            getattr(self, n) == getattr(other, n)
+            for n in ("kind", "plan", "run", "step", "compute_us", "lanes", "error")
+        )
         mine, theirs = self.payload, other.payload
         return same and mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
 
@@ -136,9 +142,20 @@ def encode(frame: Frame, secret: bytes) -> bytes:
     _check(frame.kind, frame.payload.dtype, frame.lanes, rows, width, size)
     payload = np.ascontiguousarray(frame.payload)
     head = _HEADER.pack(
-        MAGIC, VERSION, frame.kind, _CODE_OF[payload.dtype], frame.error, frame.plan, frame.run, frame.step, frame.compute_us,
-        len(frame.lanes), rows, width, payload.nbytes,
-    )  # fmt: skip
+        MAGIC,
+        VERSION,
+        frame.kind,
+        _CODE_OF[payload.dtype],
+        frame.error,
+        frame.plan,
+        frame.run,
+        frame.step,
+        frame.compute_us,
+        len(frame.lanes),
+        rows,
+        width,
+        payload.nbytes,
+    )
     lanes = b"".join(_pack_lane(lane) for lane in frame.lanes)
     body = b"".join((head, lanes, payload.view(np.uint8).data if payload.nbytes else b""))
     return body + hmac.digest(secret, body, "sha256")
@@ -154,10 +171,15 @@ def decode(data: bytes, secret: bytes) -> Frame:
     if len(data) < _HEADER.size + TAG_BYTES or data[: len(MAGIC)] != MAGIC:
         raise MalformedFrame(f"{len(data)} bytes are not a frame: wrong magic or too short")
     if data[_VERSION_AT] != VERSION:
-        raise VersionMismatch(f"a frame of version {data[_VERSION_AT]}; this side speaks version {VERSION}: install the same pptasks on every stage")
+        raise VersionMismatch(
+            f"a frame of version {data[_VERSION_AT]}; this side speaks version {VERSION}: "
+            "install the same pptasks on every stage"
+        )
     view = memoryview(data)
     if not hmac.compare_digest(hmac.digest(secret, view[:-TAG_BYTES], "sha256"), view[-TAG_BYTES:]):
-        raise BadTag("a frame's authentication tag does not match: damaged on the way, or sent with another run's PP_SECRET")
+        raise BadTag(
+            "a frame's authentication tag does not match: damaged on the way, or sent with another run's PP_SECRET"
+        )
     return _unpack(view)
 
 
@@ -166,7 +188,9 @@ def _unpack(view: memoryview) -> Frame:
     try:
         kind, error, dtype = Kind(kind), ErrorCode(error), _DTYPE_OF[code]
     except (ValueError, KeyError):
-        raise MalformedFrame(f"a frame with kind {kind}, error code {error}, dtype {code}: not known to version {VERSION}") from None
+        raise MalformedFrame(
+            f"a frame with kind {kind}, error code {error}, dtype {code}: not known to version {VERSION}"
+        ) from None
     if n_lanes > MAX_LANES:
         raise MalformedFrame(f"a frame with {n_lanes} lanes; at most {MAX_LANES}")
     if nbytes != rows * width * dtype.itemsize or len(view) != frame_bytes(n_lanes, rows, width, dtype):
@@ -182,7 +206,16 @@ def _pack_lane(lane: Lane) -> bytes:
     s = lane.sampling
     try:
         return _LANE.pack(
-            lane.request, lane.attempt, lane.slot, lane.position, lane.length, lane.readout, s.temperature, s.top_k, s.top_p, s.seed
+            lane.request,
+            lane.attempt,
+            lane.slot,
+            lane.position,
+            lane.length,
+            lane.readout,
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.seed,
         )
     except struct.error as e:
         raise MalformedFrame(f"{lane} does not fit a frame: {e}") from None
@@ -196,7 +229,9 @@ def _unpack_lane(view: memoryview, at: int) -> Lane:
 def _check(kind: Kind, dtype: np.dtype, lanes: tuple[Lane, ...], rows: int, width: int, size: int) -> None:
     """What holds for every frame, on both ways. Raises MalformedFrame."""
     if size > MAX_FRAME_BYTES:
-        raise MalformedFrame(f"a frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}: use a smaller prefill chunk")
+        raise MalformedFrame(
+            f"a frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}: use a smaller prefill chunk"
+        )
     if len(lanes) > MAX_LANES:
         raise MalformedFrame(f"a frame with {len(lanes)} lanes; at most {MAX_LANES}")
     if dtype not in _KIND_DTYPES[kind]:
@@ -213,4 +248,6 @@ def _check(kind: Kind, dtype: np.dtype, lanes: tuple[Lane, ...], rows: int, widt
         Kind.ERROR: 1,
     }[kind]
     if rows != expected or (kind is Kind.TOKENS and width != 1):
-        raise MalformedFrame(f"a frame of kind {kind.name} with {rows} x {width} values for lanes that need {expected} rows")
+        raise MalformedFrame(
+            f"a frame of kind {kind.name} with {rows} x {width} values for lanes that need {expected} rows"
+        )

@@ -1,4 +1,5 @@
-"""A whole pipeline in one process, through real frames: the scheduler, the stages, wire and routing, with nothing between but a list.
+"""A whole pipeline in one process, through real frames: the scheduler, the stages, wire and routing, with nothing
+between but a list.
 
 A test may drop or double frames with `tamper`, which gets each hop's bytes and returns the bytes to deliver, in order.
 """
@@ -15,7 +16,7 @@ from pptasks.modelinfo import Model
 from pptasks.models import open_model
 from pptasks.plan import Plan, make_plan
 from pptasks.routing import HEAD, route
-from pptasks.wire import ErrorCode, Frame, Kind, Sampling, decode, encode, short_id
+from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Sampling, decode, encode, short_id
 from workers import scheduler
 from workers.model import Slice
 from workers.scheduler import State, schedule
@@ -23,17 +24,28 @@ from workers.stage import Stage
 
 SECRET = b"s" * 32
 RUN = short_id("test")
+GREEDY = Sampling()
 Tamper = Callable[[bytes], Iterable[bytes]]
 
 
 class Pipeline:
     """All stages of a plan. `clock` is moved by the test's own faults: an idle pipeline jumps to the next deadline."""
 
-    def __init__(self, model: Model | Path, split: str = "even", stages: int = 1, tamper: Tamper = lambda data: (data,), **settings: object):
+    def __init__(
+        self,
+        model: Model | Path,
+        split: str = "even",
+        stages: int = 1,
+        tamper: Tamper = lambda data: (data,),
+        **settings: object,
+    ):
         self.model = model if isinstance(model, Model) else open_model(model, cache=Path("/nonexistent"))
         self.settings = replace(Settings(), split=split, num_stages=stages, **settings)  # type: ignore[arg-type]
         self.plan = make_plan(self.model, self.settings)
-        self.stages = [Stage(self.plan, i, RUN, load(self.model, self.plan, i, self.settings.kernels)) for i in range(self.plan.n_stages)]
+        self.stages = [
+            Stage(self.plan, i, RUN, load(self.model, self.plan, i, self.settings.kernels))
+            for i in range(self.plan.n_stages)
+        ]
         self.tamper = tamper
         self.hops: list[int] = []  # receiver of each
         self.clock = 0.0
@@ -44,14 +56,20 @@ class Pipeline:
         return self.generate_all([prompt], max_tokens, **kwargs)[0]
 
     def generate_all(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling = Sampling(), stop_ids: Iterable[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop_ids: Iterable[int] = (),
     ) -> list[list[int]]:
         """Greedy ids of each prompt, all submitted at once."""
         sequences = []
         for prompt in prompts:
             name = f"request-{np.random.default_rng().integers(1 << 62)}"
             sequences.append(
-                scheduler.Sequence(name, short_id(name), list(prompt), len(prompt), max_tokens, frozenset(stop_ids), sampling)
+                scheduler.Sequence(
+                    name, short_id(name), list(prompt), len(prompt), max_tokens, frozenset(stop_ids), sampling
+                )
             )
         self.state.waiting.extend(sequences)
         while any(True for _ in self.state.sequences()):
@@ -97,15 +115,23 @@ class Pipeline:
 
 def load(model: Model, plan: Plan, index: int, kernels: str = "auto") -> Slice:
     return Slice(
-        model, plan.spans[index], embedding=index == HEAD, readout=index == plan.readout_stage, n_slots=plan.slots, context=plan.context,
-        max_rows=plan.max_rows, kernels=kernels, on_progress=lambda phase, done, total: None,
-    )  # fmt: skip
+        model,
+        plan.spans[index],
+        embedding=index == HEAD,
+        readout=index == plan.readout_stage,
+        n_slots=plan.slots,
+        context=plan.context,
+        max_rows=plan.max_rows,
+        kernels=kernels,
+        on_progress=lambda phase, done, total: None,
+    )
 
 
 def logits_of(pipeline: Pipeline, ids: Sequence[int]) -> np.ndarray:
-    """Logits at every position of `ids`, float32 (len(ids), V): the hidden state goes through the stages as frames do, in one chunk."""
+    """Logits at every position of `ids`, float32 (len(ids), V): the hidden state goes through the stages as frames do,
+    in one chunk."""
     stages, plan = pipeline.stages, pipeline.plan
-    dtype = encode_dtype(plan)
+    dtype = DTYPES[plan.wire]
     x = stages[0].slice.embed(np.array(ids, np.int32))
     slots, positions = np.zeros(len(ids), np.int32), np.arange(len(ids), dtype=np.int32)
     for i, stage in enumerate(stages):
@@ -113,9 +139,3 @@ def logits_of(pipeline: Pipeline, ids: Sequence[int]) -> np.ndarray:
         if i < plan.n_stages - 1 or plan.is_ring:
             x = x.astype(dtype).astype(np.float32)
     return stages[plan.readout_stage].slice.logits(x)
-
-
-def encode_dtype(plan: Plan) -> np.dtype:
-    from pptasks.wire import DTYPES
-
-    return DTYPES[plan.wire]

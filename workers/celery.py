@@ -58,7 +58,9 @@ class StageStep(bootsteps.StartStopStep):
             node=worker.hostname, watch_lease=settings.lease, on_gone=partial(leave, worker),
         )  # fmt: skip
         self._membership.join()
-        worker.engine = Engine(settings, self._membership, partial(HopSender, app), self._reporter, partial(self._failed, worker))
+        worker.engine = Engine(
+            settings, self._membership, partial(HopSender, app), self._reporter, partial(self._failed, worker)
+        )
         worker.engine.start()
 
     def register_with_event_loop(self, worker: Any, hub: Any) -> None:
@@ -80,7 +82,9 @@ class StageStep(bootsteps.StartStopStep):
 
     def _failed(self, worker: Any, error: BaseException) -> None:
         """The engine died: tell the others why, then end the process."""
-        self._membership.update(state="failed", error=str(error) if isinstance(error, PPError) else f"{type(error).__name__}: {error}")
+        self._membership.update(
+            state="failed", error=str(error) if isinstance(error, PPError) else f"{type(error).__name__}: {error}"
+        )
         print(f"pptasks: error: stage {settings.stage}: {error}", file=sys.stderr, flush=True)
         leave(worker, "the engine failed")
 

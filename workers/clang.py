@@ -54,7 +54,8 @@ def compiler(environ: Mapping[str, str], cache: Path) -> str:
 def kernel_cache(cc: str, cache: Path) -> Path:
     """Where tinygrad should keep compiled kernels: one file for each processor and compiler.
 
-    tinygrad's own key is "native" whatever the machine, and a home folder may be shared by several: another's instructions would be illegal.
+    tinygrad's own key is "native" whatever the machine, and a home folder may be shared by several: another's
+    instructions would be illegal.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,7 +1,7 @@
 """The worker's one compute thread. Its loop is a sentence: drain the inbox, schedule, step, send.
 
-Only this thread touches tinygrad, the KV cache and the scheduler's state. Celery's loop stays free: it answers pings while a step
-computes, and puts what arrives into the inbox.
+Only this thread touches tinygrad, the KV cache and the scheduler's state. Celery's loop stays free: it answers pings
+while a step computes, and puts what arrives into the inbox.
 """
 
 import logging
@@ -13,7 +13,7 @@ from functools import partial
 
 from pptasks.config import Settings
 from pptasks.errors import BrokerError, ConfigError, PPError, RequestError, RequestFailed, WireError
-from pptasks.keys import Keys, stage_queue
+from pptasks.keys import stage_queue
 from pptasks.members import Membership
 from pptasks.modelinfo import Model
 from pptasks.models import open_model
@@ -109,9 +109,16 @@ class Engine:
         from workers.model import Slice  # imports tinygrad, which takes a second: say hello first
 
         slice_ = Slice(
-            model, span, embedding=index == HEAD, readout=index == plan.readout_stage, n_slots=plan.slots, context=plan.context,
-            max_rows=plan.max_rows, kernels=settings.kernels, on_progress=self._progress,
-        )  # fmt: skip
+            model,
+            span,
+            embedding=index == HEAD,
+            readout=index == plan.readout_stage,
+            n_slots=plan.slots,
+            context=plan.context,
+            max_rows=plan.max_rows,
+            kernels=settings.kernels,
+            on_progress=self._progress,
+        )
         self._membership.update(device=slice_.device, weights_bytes=slice_.weights_bytes)
         slice_.warm()
         stage = Stage(plan, index, short_id(settings.run), slice_)
@@ -121,7 +128,14 @@ class Engine:
         from pptasks.text import open_text  # only the head opens the tokenizer
 
         everyone_ready = partial(self._membership.everyone_ready, stage.plan)
-        return Head(stage, open_text(model), self._reporter, self._settings.lap_deadline_s, model.config.vocab_size, everyone_ready)
+        return Head(
+            stage,
+            open_text(model),
+            self._reporter,
+            self._settings.lap_deadline_s,
+            model.config.vocab_size,
+            everyone_ready,
+        )
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self._membership.update(phase=phase, done=done, total=total)
@@ -157,7 +171,10 @@ class Engine:
         if head is not None:
             head.submit(item.request)
         else:
-            self._reporter.failed(item.request, RequestError(f"a request came to {stage_queue(self._index)}: send it to {stage_queue(HEAD)}"))
+            self._reporter.failed(
+                item.request,
+                RequestError(f"a request came to {stage_queue(self._index)}: send it to {stage_queue(HEAD)}"),
+            )
 
     def _schedule(self, stage: Stage, head: Head) -> None:
         head.tick()
@@ -174,7 +191,8 @@ class Engine:
         try:
             frames = stage.step(frame)
         except WireError as e:
-            return self.refused(e)
+            self.refused(e)
+            return
         except Exception as e:
             log.exception("lap %d failed", frame.step)
             frames = [stage.error(ErrorCode.FAILED, frame.step, frame.lanes, f"{type(e).__name__}: {e}")]

@@ -1,6 +1,8 @@
-"""The head's part that knows requests: text to ids at the door, ids to text on the way out. All on the engine's thread.
+"""The head's part that knows requests: text to ids at the door, ids to text on the way out. All on the engine's
+thread.
 
-What goes on the next lap is decided in scheduler.py, what a lap computes in stage.py; this is the book-keeping between them.
+What goes on the next lap is decided in scheduler.py, what a lap computes in stage.py; this is the book-keeping between
+them.
 """
 
 import logging
@@ -18,7 +20,7 @@ from pptasks.request import Request
 from pptasks.text import Decoder, Text
 from pptasks.wire import ErrorCode, Frame, Kind, short_id
 from workers.reporter import Reporter
-from workers.scheduler import MAX_ATTEMPTS, Batch, Sequence, State, schedule
+from workers.scheduler import MAX_LOST, Batch, Sequence, State, schedule
 from workers.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,13 @@ class Head:
     """
 
     def __init__(
-        self, stage: Stage, text: Text, reporter: Reporter, lap_deadline_s: float, vocab_size: int, everyone_ready: Callable[[], bool]
+        self,
+        stage: Stage,
+        text: Text,
+        reporter: Reporter,
+        lap_deadline_s: float,
+        vocab_size: int,
+        everyone_ready: Callable[[], bool],
     ):
         plan = stage.plan
         self._stage, self._text, self._reporter, self._vocab = stage, text, reporter, vocab_size
@@ -80,10 +88,12 @@ class Head:
     def receive(self, frame: Frame) -> None:
         """A lap came back, or a stage could not do its part of it."""
         if frame.kind is Kind.ERROR:
-            return self._stage_error(frame)
+            self._stage_error(frame)
+            return
         sent_at = lap.sent_at if (lap := self._state.laps.get(frame.step)) and len(self._state.laps) == 1 else None
         tokens = dict(self._stage.tokens_of(frame)) if lap else {}
         for lane, sequence in self._state.returned(frame.step, frame.lanes):
+            sequence.lost = 0
             session = self._sessions[lane.request]
             if sent_at is not None and self._hops and lane.length == 1:
                 session.hops_us.append(((time.monotonic() - sent_at) * 1e6 - frame.compute_us) / self._hops)
@@ -109,12 +119,16 @@ class Head:
         """Raises RequestError."""
         args, kwargs, _ = celery_request._payload
         if args:
-            raise RequestError("pptasks.generate takes keyword arguments only: prompt, messages or tokens, max_tokens, ...")
+            raise RequestError(
+                "pptasks.generate takes keyword arguments only: prompt, messages or tokens, max_tokens, ..."
+            )
         request = Request.from_kwargs(kwargs)
         ids = self._encode(request)
         context = self._stage.plan.context
         if len(ids) > context:
-            raise RequestError(f"the prompt has {len(ids)} tokens, but the context holds {context}: shorten it, or raise --context")
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but the context holds {context}: shorten it, or raise --context"
+            )
         sequence = Sequence(
             request_id=celery_request.id,
             short_id=short_id(celery_request.id),
@@ -156,7 +170,8 @@ class Head:
             session.text.append(piece)
             self._reporter.token(session.celery, token, piece)
             if reason is not None:
-                return self._end(session, finish_reason=reason)
+                self._end(session, finish_reason=reason)
+                return
 
     def _stage_error(self, frame: Frame) -> None:
         message = frame.payload.tobytes().decode(errors="replace")
@@ -168,10 +183,12 @@ class Head:
                 self._end(self._sessions[lane.request], error=RequestFailed(message))
 
     def _again(self, sequence: Sequence, position: int) -> None:
-        if sequence.attempt + 1 >= MAX_ATTEMPTS:
-            error = RequestFailed(f"{sequence.attempt + 1} attempts were lost or late: look at the stages' logs, or raise PP_LAP_DEADLINE")
-            return self._end(self._sessions[sequence.short_id], error=error)
         self._state.rewind(sequence, position)
+        if sequence.lost > MAX_LOST:
+            error = RequestFailed(
+                f"{sequence.lost} laps in a row were lost or late: look at the stages' logs, or raise PP_LAP_DEADLINE"
+            )
+            self._end(self._sessions[sequence.short_id], error=error)
 
     def _end(self, session: Session, *, finish_reason: str = "", error: PPError | None = None) -> None:
         self._state.end(session.sequence)

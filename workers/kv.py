@@ -1,8 +1,8 @@
 """Which sequence owns a slot of the KV cache, and how far it has come. The tensors themselves belong to `model.Slice`.
 
-KV is addressed by position, so computing a position again writes the same values: a frame that comes twice does no harm. The table
-makes it cheap as well, and keeps late frames of a sequence that ended from touching a slot that has a new owner. Freeing a slot
-needs no message: position 0 of another request takes it over.
+KV is addressed by position, so computing a position again writes the same values: a frame that comes twice does no
+harm. The table makes it cheap as well, and keeps late frames of a sequence that ended from touching a slot that has a
+new owner. Freeing a slot needs no message: position 0 of another request takes it over.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Owner:
-    """The sequence in a slot. `next` is the first position that is not in the cache; `step` the last lap that wrote to it."""
+    """The sequence in a slot. `next` is the first position that is not in the cache; `step` the last lap that wrote to
+    it."""
 
     request: bytes
     attempt: int
@@ -28,7 +29,8 @@ class Owner:
 
 
 class SlotTable:
-    """One stage's slots. A head numbers its laps in rising order, so whatever comes with an old step is late or doubled."""
+    """One stage's slots. A head numbers its laps in rising order, so whatever comes with an old step is late or
+    doubled."""
 
     def __init__(self, n_slots: int, context: int):
         self._owners: list[Owner | None] = [None] * n_slots
@@ -37,7 +39,8 @@ class SlotTable:
     def place(self, lane: Lane, step: int) -> Place:
         """Decide about a lane of lap `step`, and record it if it is to run.
 
-        A slot or position that the cache does not have is a MISS: the head's plan and ours would differ, and the head must know.
+        A slot or position that the cache does not have is a MISS: the head's plan and ours would differ, and the head
+        must know.
         """
         end = lane.position + lane.length
         if lane.slot >= len(self._owners) or end > self._context:

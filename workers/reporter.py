@@ -1,4 +1,5 @@
-"""What the head tells the world of a request: tokens into its stream, the task's result, task events. On its own thread.
+"""What the head tells the world of a request: tokens into its stream, the task's result, task events. On its own
+thread.
 
 A write costs a round trip to the broker, and the engine must not wait for one.
 """

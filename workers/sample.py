@@ -1,4 +1,4 @@
-"""Logits to a token id. (seed, position) decides, so that a frame computed twice, on any stage, yields the same token."""
+"""Logits to a token id. (seed, position) decides: a frame computed twice, on any stage, yields the same token."""
 
 import numpy as np
 
@@ -8,9 +8,10 @@ from pptasks.wire import Sampling
 def sample(logits: np.ndarray, sampling: Sampling, position: int) -> int:
     """The id of the token after `position`.
 
-    logits: float32 (V,). Greedy (temperature 0) is the largest logit, the lowest id on a tie. Otherwise one draw from the softmax of
-    logits / temperature over the `top_k` largest, cut to the smallest set whose probability reaches `top_p` (nucleus sampling,
-    Holtzman et al. 2020), with a counter-based generator (Philox) keyed by the seed and set to the position.
+    logits: float32 (V,). Greedy (temperature 0) is the largest logit, the lowest id on a tie. Otherwise one draw from
+    the softmax of logits / temperature over the `top_k` largest, cut to the smallest set whose probability reaches
+    `top_p` (nucleus sampling, Holtzman et al. 2020), with a counter-based generator (Philox) keyed by the seed and set
+    to the position.
     """
     if sampling.temperature == 0:
         return int(np.argmax(logits))

@@ -1,8 +1,8 @@
 """Which rows go on the next lap. The head only; knows token ids and positions, nothing of text, tensors or Redis.
 
-The state is a value with few mutations, each named after what happened in the world; `schedule` decides and changes nothing.
-A sequence is the ids known so far; what has not been sent yet is its work: a prompt in chunks, then one token a lap, and after a lost
-lap the same again from an earlier position. So prefill, decode and recovery are one rule.
+The state is a value with few mutations, each named after what happened in the world; `schedule` decides and changes
+nothing. A sequence is the ids known so far; what has not been sent yet is its work: a prompt in chunks, then one token
+a lap, and after a lost lap the same again from an earlier position. So prefill, decode and recovery are one rule.
 """
 
 from collections import deque
@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from pptasks.wire import Lane, Sampling
 
-MAX_ATTEMPTS = 5
+MAX_LOST = 4  # laps of a sequence in a row; the fifth attempt is the last
 LAPS_AHEAD = 4  # laps of one prompt under way at once, so that a long one cannot fill the broker
 
 
 @dataclass
 class Sequence:
-    """A request that is being served. `ids` are the prompt and all tokens since; positions below `sent` are on their way or done."""
+    """A request that is being served. `ids` are the prompt and all tokens since; positions below `sent` are on their
+    way or done."""
 
     request_id: str
     short_id: bytes  # its 16 bytes in a lane
@@ -29,6 +30,7 @@ class Sequence:
     slot: int = -1
     sent: int = 0
     attempt: int = 0
+    lost: int = 0  # attempts since the last lap that came back computed
 
     @property
     def generated(self) -> list[int]:
@@ -84,15 +86,16 @@ class State:
         return admitted
 
     def sent(self, batch: Batch, now: float) -> None:
-        """`batch` goes out; each new attempt of a lane gets twice the time of the one before."""
-        patience = max(2 ** min(lane.attempt, MAX_ATTEMPTS) for lane in batch.lanes) * self.lap_deadline_s
+        """`batch` goes out; after a lost lap the next gets twice the time."""
+        patience = 2 ** max(self.live[lane.slot].lost for lane in batch.lanes) * self.lap_deadline_s
         self.laps[batch.step] = Lap({lane.slot: lane for lane in batch.lanes}, now, now + patience)
         self.next_step = batch.step + 1
         for lane in batch.lanes:
             self.live[lane.slot].sent = lane.position + lane.length
 
     def returned(self, step: int, lanes: tuple[Lane, ...]) -> list[tuple[Lane, Sequence]]:
-        """Lanes of lap `step` are back; those of them that are still waited for. What is late or doubled is not among them."""
+        """Lanes of lap `step` are back; those of them that are still waited for. What is late or doubled is not among
+        them."""
         lap, back = self.laps.get(step), []
         if lap is None:
             return []
@@ -107,6 +110,7 @@ class State:
     def rewind(self, sequence: Sequence, position: int) -> None:
         """Send `sequence` again from `position` as a new attempt; what is under way of it no longer counts."""
         sequence.attempt += 1
+        sequence.lost += 1
         sequence.sent = min(sequence.sent, position)
         self._forget_laps(sequence)
 
@@ -121,7 +125,10 @@ class State:
     def overdue(self, now: float) -> list[tuple[Sequence, int]]:
         """Sequences with a lap past its deadline, each with the earliest position that is still out."""
         late = {slot for lap in self.laps.values() if lap.deadline <= now for slot in lap.open}
-        return [(self.live[s], min(lap.open[s].position for lap in self.laps.values() if s in lap.open)) for s in sorted(late)]
+        return [
+            (self.live[s], min(lap.open[s].position for lap in self.laps.values() if s in lap.open))
+            for s in sorted(late)
+        ]
 
     def laps_of(self, slot: int) -> int:
         return sum(slot in lap.open for lap in self.laps.values())
@@ -145,8 +152,8 @@ class State:
 def schedule(state: State) -> Batch | None:
     """The next lap, or None when nobody has work. Pure.
 
-    First every sequence that is one token behind (decode), then prompts in order of admission, as many rows as the frame has left.
-    A lane is read out where it reaches the end of what is known.
+    First every sequence that is one token behind (decode), then prompts in order of admission, as many rows as the
+    frame has left. A lane is read out where it reaches the end of what is known.
     """
     lanes: list[Lane] = []
     ids: list[int] = []
@@ -158,7 +165,9 @@ def schedule(state: State) -> Batch | None:
             break
         end = sequence.sent + length
         readout = int(end == len(sequence.ids))
-        lanes.append(Lane(sequence.short_id, sequence.attempt, sequence.slot, sequence.sent, length, readout, sequence.sampling))
+        lanes.append(
+            Lane(sequence.short_id, sequence.attempt, sequence.slot, sequence.sent, length, readout, sequence.sampling)
+        )
         ids.extend(sequence.ids[sequence.sent : end])
         room -= length
     return Batch(state.next_step, tuple(lanes), tuple(ids)) if lanes else None

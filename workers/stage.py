@@ -1,4 +1,5 @@
-"""The computation of one step on one stage: an activation in, the frames it makes out. No queue, no thread, no clock but the compute time.
+"""The computation of one step on one stage: an activation in, the frames it makes out. No queue, no thread, no clock
+but the compute time.
 
 Rows are positions; a lane of `length` rows occupies that many rows of the payload, in the order of the lanes.
 """
@@ -63,10 +64,13 @@ class Stage:
         if frame.kind is not Kind.TOKENS:
             raise MalformedFrame(f"the head got a frame of kind {frame.kind.name}")
         ends = np.cumsum([lane.readout for lane in frame.lanes])[:-1]
-        return [(lane, ids.tolist()) for lane, ids in zip(frame.lanes, np.split(frame.payload[:, 0], ends), strict=True)]
+        return [
+            (lane, ids.tolist()) for lane, ids in zip(frame.lanes, np.split(frame.payload[:, 0], ends), strict=True)
+        ]
 
     def check(self, frame: Frame) -> None:
-        """Raises WrongPlan unless the frame belongs to this run and this plan, MalformedFrame if its rows are not our width."""
+        """Raises WrongPlan unless the frame belongs to this run and this plan, MalformedFrame if its rows are not our
+        width."""
         if frame.run != self._run_id or frame.plan != self._digest:
             raise WrongPlan(
                 f"stage {self.index} got a frame of plan {frame.plan.hex()}, but its own is {self._digest.hex()}: "
@@ -83,7 +87,9 @@ class Stage:
     def _compute(self, step: int, lanes: tuple[Lane, ...], x: np.ndarray, compute_us: int, began: int) -> list[Frame]:
         places = [self._slots.place(lane, step) for lane in lanes]
         missed = [lane for lane, place in zip(lanes, places, strict=True) if place is Place.MISS]
-        frames = [self.error(ErrorCode.CACHE_MISS, step, missed, str(CacheMiss("positions are missing")))] if missed else []
+        frames = (
+            [self.error(ErrorCode.CACHE_MISS, step, missed, str(CacheMiss("positions are missing")))] if missed else []
+        )
         if not all(place is Place.RUN for place in places):
             x = x[np.repeat([place is Place.RUN for place in places], [lane.length for lane in lanes])]
             lanes = tuple(lane for lane, place in zip(lanes, places, strict=True) if place is Place.RUN)
@@ -94,7 +100,9 @@ class Stage:
     def _run(self, step: int, lanes: tuple[Lane, ...], x: np.ndarray, compute_us: int, began: int) -> Frame:
         lengths = [lane.length for lane in lanes]
         slots = np.repeat(np.array([lane.slot for lane in lanes], np.int32), lengths)  # (R,)
-        positions = np.concatenate([np.arange(lane.position, lane.position + lane.length, dtype=np.int32) for lane in lanes])
+        positions = np.concatenate(
+            [np.arange(lane.position, lane.position + lane.length, dtype=np.int32) for lane in lanes]
+        )
         try:
             x = self.slice.forward(x, slots, positions)  # (R, D)
         except BaseException:
@@ -112,6 +120,12 @@ class Stage:
         return self._frame(kind, step, lanes, payload, compute_us + (time.perf_counter_ns() - began) // 1000)
 
     def _frame(
-        self, kind: Kind, step: int, lanes: tuple[Lane, ...], payload: np.ndarray, compute_us: int, error: ErrorCode = ErrorCode.NONE
+        self,
+        kind: Kind,
+        step: int,
+        lanes: tuple[Lane, ...],
+        payload: np.ndarray,
+        compute_us: int,
+        error: ErrorCode = ErrorCode.NONE,
     ) -> Frame:
         return Frame(kind, self._digest, self._run_id, step, compute_us, lanes, payload, error)

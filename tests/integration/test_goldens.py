@@ -26,7 +26,10 @@ def pipeline(folder: Path, split: str, **settings: object) -> Pipeline:
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_every_split_yields_the_golden_tokens(goldens: Path, name: str, split: str, readout: str) -> None:
     golden = expected_of(goldens / name)
-    assert pipeline(goldens / name, split, readout=readout).generate(golden["prompt_ids"], len(golden["greedy_ids"])) == golden["greedy_ids"]
+    assert (
+        pipeline(goldens / name, split, readout=readout).generate(golden["prompt_ids"], len(golden["greedy_ids"]))
+        == golden["greedy_ids"]
+    )
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama-untied-sharded-bf16"])
@@ -47,7 +50,12 @@ def test_plain_tinygrad_yields_the_golden_tokens(goldens: Path, split: str) -> N
 @pytest.mark.parametrize("chunk", [1, 4, 5, 128])
 def test_chunks_of_a_prompt_change_nothing(goldens: Path, chunk: int) -> None:
     golden = expected_of(goldens / "llama-tied")
-    assert pipeline(goldens / "llama-tied", "2,4", prefill_chunk=chunk).generate(golden["prompt_ids"], len(golden["greedy_ids"])) == golden["greedy_ids"]
+    assert (
+        pipeline(goldens / "llama-tied", "2,4", prefill_chunk=chunk).generate(
+            golden["prompt_ids"], len(golden["greedy_ids"])
+        )
+        == golden["greedy_ids"]
+    )
 
 
 def test_each_hop_of_a_lap_goes_to_the_next_stage(goldens: Path) -> None:
@@ -134,7 +142,9 @@ def real_goldens(goldens: Path) -> list[dict]:
     return json.loads((goldens / "smollm2-135m-q4_1.json").read_text())["cases"]
 
 
-def test_the_real_model_takes_the_golden_tokens_where_they_are_clear(smollm2_gguf: Path, real_goldens: list[dict]) -> None:
+def test_the_real_model_takes_the_golden_tokens_where_they_are_clear(
+    smollm2_gguf: Path, real_goldens: list[dict]
+) -> None:
     pipe = Pipeline(smollm2_gguf, split="15,15", stages=2, wire="f32", context=256)
     for case in real_goldens:
         ids = case["prompt_ids"] + case["greedy_ids"]
@@ -146,7 +156,9 @@ def test_the_real_model_takes_the_golden_tokens_where_they_are_clear(smollm2_ggu
 
 
 @pytest.mark.parametrize("wire", ["f32", "bf16"])
-def test_the_real_model_gives_the_same_tokens_for_any_number_of_stages(smollm2_gguf: Path, real_goldens: list[dict], wire: str) -> None:
+def test_the_real_model_gives_the_same_tokens_for_any_number_of_stages(
+    smollm2_gguf: Path, real_goldens: list[dict], wire: str
+) -> None:
     prompt = real_goldens[0]["prompt_ids"]
     model = open_model(smollm2_gguf, cache=Path("/nonexistent"))
     pipes = {stages: Pipeline(model, stages=stages, wire=wire, context=256) for stages in (1, 2, 3, 5)}

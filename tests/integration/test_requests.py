@@ -1,4 +1,5 @@
-"""A pipeline of real workers as a Celery team sees it: tasks, results, revokes, inspect, Flower; and what strangers write to its queues."""
+"""A pipeline of real workers as a Celery team sees it: tasks, results, revokes, inspect, Flower; and what strangers
+write to its queues."""
 
 import contextlib
 import json
@@ -142,7 +143,17 @@ def flower(cluster: LocalCluster, wait_until: WaitUntil) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = child_environment(replace(cluster.settings, stage=None)) | {"FLOWER_UNAUTHENTICATED_API": "true"}
-    argv = [sys.executable, "-m", "celery", "-A", "pptasks", "flower", "--address=127.0.0.1", f"--port={port}", "--max-tasks=1000"]
+    argv = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "pptasks",
+        "flower",
+        "--address=127.0.0.1",
+        f"--port={port}",
+        "--max-tasks=1000",
+    ]
     process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -161,7 +172,10 @@ def _status(url: str) -> int:
 
 def test_flower_sees_workers_and_requests_and_no_tokens(flower: str, producer: Celery, wait_until: WaitUntil) -> None:
     def workers() -> set[str]:
-        return {name.split("@")[0] for name in httpx.get(f"{flower}/api/workers", params={"refresh": "1"}, timeout=20).json()}
+        return {
+            name.split("@")[0]
+            for name in httpx.get(f"{flower}/api/workers", params={"refresh": "1"}, timeout=20).json()
+        }
 
     wait_until(lambda: workers() == {"pp-stage-0", "pp-stage-1"}, timeout=20, what="Flower sees the workers")
     request = send(producer, prompt="Say hello", max_tokens=10)
@@ -210,11 +224,19 @@ def bad_messages(cluster: LocalCluster) -> dict[str, bytes]:
 
 def envelope(task: str) -> dict:
     return {
-        "body": "W1tdLCB7fSwge31d", "content-encoding": "utf-8", "content-type": "application/json",
+        "body": "W1tdLCB7fSwge31d",
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
         "headers": {"lang": "py", "task": task, "id": "1", "root_id": "1", "parent_id": None, "group": None},
-        "properties": {"correlation_id": "1", "delivery_mode": 2, "delivery_info": {"exchange": "", "routing_key": "stage1"},
-                       "priority": 0, "body_encoding": "base64", "delivery_tag": "t"},
-    }  # fmt: skip
+        "properties": {
+            "correlation_id": "1",
+            "delivery_mode": 2,
+            "delivery_info": {"exchange": "", "routing_key": "stage1"},
+            "priority": 0,
+            "body_encoding": "base64",
+            "delivery_tag": "t",
+        },
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -239,7 +261,20 @@ def test_malformed_messages_are_dropped_and_the_pipeline_goes_on(
 @contextlib.contextmanager
 def by_hand(stage: int, settings: Settings, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`celery -A workers worker` with its environment, as the README tells."""
-    argv = [sys.executable, "-m", "celery", "-A", "workers", "worker", "-Q", f"stage{stage}", "--pool", "solo", "-l", "WARNING"]
+    argv = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "workers",
+        "worker",
+        "-Q",
+        f"stage{stage}",
+        "--pool",
+        "solo",
+        "-l",
+        "WARNING",
+    ]
     with log.open("wb") as out:
         worker = subprocess.Popen(argv, env=child_environment(replace(settings, stage=stage)), stdout=out, stderr=out)
         try:
@@ -252,12 +287,21 @@ def by_hand(stage: int, settings: Settings, log: Path) -> Iterator[subprocess.Po
 @pytest.fixture
 def hand_settings(redis_url: str, goldens: Path) -> Settings:
     return replace(
-        Settings.from_env(), model=str(goldens / "llama-tied"), num_stages=2, wire="f32", broker=redis_url, run="by-hand",
-        secret="ab" * 32, lap_deadline_s=0.3, prefill_chunk=4,
-    )  # fmt: skip
+        Settings.from_env(),
+        model=str(goldens / "llama-tied"),
+        num_stages=2,
+        wire="f32",
+        broker=redis_url,
+        run="by-hand",
+        secret="ab" * 32,
+        lap_deadline_s=0.3,
+        prefill_chunk=4,
+    )
 
 
-def test_a_request_waits_until_every_stage_is_ready(hand_settings: Settings, goldens: Path, tmp_path: Path, wait_until: WaitUntil) -> None:
+def test_a_request_waits_until_every_stage_is_ready(
+    hand_settings: Settings, goldens: Path, tmp_path: Path, wait_until: WaitUntil
+) -> None:
     golden = json.loads((goldens / "llama-tied" / "expected.json").read_text())
     with stock_app(hand_settings.broker, "pp:by-hand:") as app, redis.Redis.from_url(hand_settings.broker) as client:
         result = send(app, tokens=golden["prompt_ids"], max_tokens=6)
@@ -292,7 +336,8 @@ class Stage1:
         self.n_frames = 0
 
     def serve(self, result: AsyncResult, copies_in: dict[int, int], copies_out: dict[int, int]) -> None:
-        """Until `result` is there. The nth frame is taken `copies_in[n]` times, its answer sent `copies_out[n]` times, else once."""
+        """Until `result` is there. The nth frame is taken `copies_in[n]` times, its answer sent `copies_out[n]` times,
+        else once."""
         self.n_frames = 0
         while not result.ready():
             popped = self._client.brpop(f"{self._prefix}stage1", timeout=0.2)
@@ -312,15 +357,23 @@ def head_alone(hand_settings: Settings, tmp_path: Path, wait_until: WaitUntil) -
     with (
         by_hand(0, settings, tmp_path / "log"),
         redis.Redis.from_url(settings.broker) as client,
-        Membership(settings.broker, Keys(settings.run), 1, 2, node="test", watch_lease=False, on_gone=pytest.fail) as membership,
+        Membership(
+            settings.broker, Keys(settings.run), 1, 2, node="test", watch_lease=False, on_gone=pytest.fail
+        ) as membership,
     ):
-        membership.update(state="ready", digest=make_plan(open_model(settings.model, settings.cache), settings).digest.hex(), span=(3, 6))
+        membership.update(
+            state="ready",
+            digest=make_plan(open_model(settings.model, settings.cache), settings).digest.hex(),
+            span=(3, 6),
+        )
         wait_until(lambda: client.exists("pp:by-hand:name:pp-entry"), timeout=30, what="stage 0 is ready")
         with stock_app(settings.broker, "pp:by-hand:") as app:
             yield app
 
 
-@pytest.mark.parametrize("fault", ["lost on the way", "lost on the way back", "doubled on the way", "doubled on the way back"])
+@pytest.mark.parametrize(
+    "fault", ["lost on the way", "lost on the way back", "doubled on the way", "doubled on the way back"]
+)
 def test_a_real_head_survives_each_frame_lost_or_doubled_once(
     head_alone: Celery, hand_settings: Settings, goldens: Path, fault: str
 ) -> None:
