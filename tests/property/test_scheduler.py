@@ -232,6 +232,7 @@ class Pipeline:
             if frame.kind is Kind.ERROR:
                 self.state.rewind(sequence, 0)
                 continue
+            sequence.lost = 0
             sequence.ids += [value % VOCAB for value in read[lane]]
             if sequence.finish_reason is not None:
                 self.end(sequence)
