@@ -73,8 +73,9 @@ class Settings:
         _range("NUM_STAGES", self.num_stages, 1, MAX_STAGES)
         if self.stage is not None:
             _range("STAGE", self.stage, 0, self.num_stages - 1)
-        if not self.model:
-            raise ConfigError("MODEL is empty: give an alias, a .gguf file or a model folder")
+        for variable, value in (("MODEL", self.model), ("PP_BROKER", self.broker), ("PP_SPLIT", self.split)):
+            if not value:
+                raise ConfigError(f"{variable} is empty")
         if not _RUN_NAME.fullmatch(self.run):
             raise ConfigError(f"PP_RUN is {self.run!r}: use up to 64 letters, digits, '.', '_' or '-'")
         if self.secret and not re.fullmatch(r"[0-9a-fA-F]{64}", self.secret):

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import psutil
@@ -24,7 +24,7 @@ from redis.lock import Lock
 from pptasks.connect import connect
 from pptasks.errors import BrokerError, NotReady, PlanError, PPError, StageFailed, StageTaken
 from pptasks.keys import Keys, names_of, stage_queue
-from pptasks.plan import Plan, Span, check_tiling
+from pptasks.plan import Plan, Span
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,19 @@ class Member:
     @classmethod
     def from_json(cls, raw: bytes | str) -> "Member":
         """Raises ValueError for what is no member record."""
-        if len(raw) > _MAX_RECORD:
-            raise ValueError("a member record that is too large")
-        record = json.loads(raw)
-        if record.get("span") is not None:
-            record["span"] = tuple(record["span"])
-        return cls(**{k: v for k, v in record.items() if k in cls.__dataclass_fields__})
+        try:
+            record = json.loads(raw) if len(raw) <= _MAX_RECORD else None
+        except RecursionError:
+            record = None
+        if not isinstance(record, dict) or "stage" not in record:
+            raise ValueError("not a member record")
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        span = known.pop("span", None)
+        if any(type(value) is not cls.__dataclass_fields__[name].type for name, value in known.items()) or not (
+            span is None or (isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span))
+        ):
+            raise ValueError("a member record with a field of another type")
+        return cls(**known, span=None if span is None else (span[0], span[1]))
 
 
 class Membership:
@@ -243,7 +250,7 @@ def read_member(client: redis.Redis, keys: Keys, stage: int) -> Member | None:
     raw = client.get(keys.member(stage))
     try:
         return Member.from_json(raw) if raw else None
-    except (ValueError, TypeError):
+    except ValueError:
         return None
 
 
@@ -270,16 +277,18 @@ def check_ready(members: Mapping[int, Member], plan: Plan) -> bool:
     for stage, member in sorted(members.items()):
         if member.state == "failed":
             raise StageFailed(f"stage {stage} ({member.node}) failed: {member.error}")
-        if member.digest and member.digest != plan.digest.hex():
+        has_plan = bool(member.digest) or member.state == "ready"
+        if has_plan and (member.digest != plan.digest.hex() or member.span != _ends(plan.spans[stage])):
             raise PlanError(
-                f"stage {stage} ({member.node}) has plan {member.digest[:8]}, this run {plan.digest.hex()[:8]}: "
+                f"stage {stage} ({member.node}) has plan {member.digest[:8] or 'none'} and blocks {member.span}, "
+                f"this run {plan.digest.hex()[:8]} and {_ends(plan.spans[stage])}: "
                 "start every stage with the same model, stages, split, wire, readout, context and slots"
             )
-    ready = [members[i] for i in range(plan.n_stages) if i in members and members[i].state == "ready"]
-    if len(ready) < plan.n_stages:
-        return False
-    check_tiling([Span(*m.span) for m in ready if m.span is not None], plan.n_blocks)
-    return True
+    return all(stage in members and members[stage].state == "ready" for stage in range(plan.n_stages))
+
+
+def _ends(span: Span) -> tuple[int, int]:
+    return span.lo, span.hi
 
 
 def explain(error: Exception) -> str:

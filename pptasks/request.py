@@ -1,6 +1,5 @@
 """A request as it travels in the Celery message of `pptasks.generate`: what is asked for, checked once at each door."""
 
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -45,7 +44,7 @@ class Request:
         _real("temperature", self.temperature, 0, 100)
         _real("top_p", self.top_p, 1e-6, 1)
         if not isinstance(self.raw, bool):
-            raise RequestError(f"raw is {self.raw!r}: give true or false")
+            raise RequestError(f"raw is {_show(self.raw)}: give true or false")
 
     @property
     def sampling(self) -> Sampling:
@@ -60,65 +59,68 @@ class Request:
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> "Request":
         """The request in a task's keyword arguments, which anybody may have sent. Raises RequestError."""
-        unknown = sorted(set(kwargs) - set(cls.__dataclass_fields__))
+        unknown = sorted(str(name) for name in set(kwargs) - set(cls.__dataclass_fields__))
         if unknown:
-            raise RequestError(
-                f"unknown parameter {unknown[0]!r}; pptasks.generate takes {', '.join(cls.__dataclass_fields__)}"
-            )
-        listed: dict[str, Any] = {
-            k: tuple(v) if k in ("messages", "tokens") and isinstance(v, list) else v for k, v in kwargs.items()
-        }
-        return cls(**listed)
+            known = ", ".join(cls.__dataclass_fields__)
+            raise RequestError(f"unknown parameter {_show(unknown[0])}; pptasks.generate takes {known}")
+        lists = ("messages", "tokens")
+        values: dict[str, Any] = {k: tuple(v) if k in lists and isinstance(v, list) else v for k, v in kwargs.items()}
+        return cls(**values)
 
     def _check_prompt(self) -> None:
-        if not isinstance(self.prompt, str) or not self.prompt:
+        if _text("prompt", self.prompt) == "":
             raise RequestError("the prompt is empty: give some text")
-        _text("prompt", self.prompt)
 
     def _check_messages(self) -> None:
-        if not isinstance(self.messages, tuple) or not self.messages:
-            raise RequestError('messages is empty: give a list such as [{"role": "user", "content": "Say hello"}]')
-        if len(self.messages) > MAX_MESSAGES:
-            raise RequestError(f"{len(self.messages)} messages; at most {MAX_MESSAGES}")
-        for i, message in enumerate(self.messages):
+        example = '[{"role": "user", "content": "Say hello"}]'
+        for i, message in enumerate(_items("messages", self.messages, MAX_MESSAGES, example)):
             if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
                 raise RequestError(f"message {i} is not an object with just role and content")
             if message["role"] not in ROLES:
-                raise RequestError(
-                    f"message {i} has role {str(message['role'])[:40]!r}; give one of {', '.join(ROLES)}"
-                )
+                raise RequestError(f"message {i} has role {_show(message['role'])}; give one of {', '.join(ROLES)}")
             _text(f"message {i}", message["content"])
 
     def _check_tokens(self) -> None:
-        if not isinstance(self.tokens, tuple) or not self.tokens:
-            raise RequestError("tokens is empty: give at least one token id")
-        if len(self.tokens) > MAX_TOKENS:
-            raise RequestError(f"{len(self.tokens)} token ids; at most {MAX_TOKENS}")
-        for i, token in enumerate(self.tokens):
+        for i, token in enumerate(_items("tokens", self.tokens, MAX_TOKENS, "[1, 2, 3]")):
             _whole(f"token {i}", token, 0, (1 << 31) - 1)
 
 
-def _text(name: str, value: object) -> None:
+def _items(name: str, value: object, most: int, example: str) -> tuple[Any, ...]:
+    if not isinstance(value, tuple):
+        raise RequestError(f"{name} is not a list: give one such as {example}")
+    if not value:
+        raise RequestError(f"{name} is empty: give a list such as {example}")
+    if len(value) > most:
+        raise RequestError(f"{name} has {len(value)} entries; at most {most}")
+    return value
+
+
+def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise RequestError(f"{name} is not text")
+        raise RequestError(f"{name} is {_show(value)}, which is not text")
     if len(value) > MAX_PROMPT_CHARS:
         raise RequestError(f"{name} has {len(value)} characters; at most {MAX_PROMPT_CHARS}")
     try:
         value.encode()
     except UnicodeEncodeError:
         raise RequestError(f"{name} holds a lone surrogate: it is not valid Unicode text") from None
+    return value
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} is {str(value)[:40]}: give a whole number from {low} to {high}")
+        raise RequestError(f"{name} is {_show(value)}: give a whole number from {low} to {high}")
 
 
 def _real(name: str, value: object, low: float, high: float) -> None:
-    if (
-        not isinstance(value, (int, float))
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or not low <= value <= high
-    ):
-        raise RequestError(f"{name} is {str(value)[:40]}: give a number from {low} to {high}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} is {_show(value)}: give a number from {low} to {high}")
+
+
+def _show(value: object) -> str:
+    """A value that somebody sent, short enough for a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = "a huge number"
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -209,7 +209,7 @@ def check_envelope(envelope: Any) -> dict[str, Any]:
     """
     try:
         headers, tag = envelope.get("headers") or {}, envelope["properties"]["delivery_tag"]
-        if "compression" in headers:
+        if headers.get("compression"):
             raise MalformedFrame("an envelope with a compressed body")
     except (AttributeError, KeyError, TypeError):
         raise MalformedFrame("an envelope without headers, properties or delivery tag") from None

@@ -2,8 +2,8 @@
 
 Layout, little-endian, in this order:
 
-    header   96 bytes       magic "PPTF", version u8, kind u8, dtype u8, error code u8, plan digest 16s, run 16s,
-                            step u64, compute us u64, lanes u32, rows u32, width u32, payload bytes u32, 24 zeros
+    header   72 bytes       magic "PPTF", version u8, kind u8, dtype u8, error code u8, plan digest 16s, run 16s,
+                            step u64, compute us u64, lanes u32, rows u32, width u32, payload bytes u32
     lanes    64 bytes each  request 16s, attempt u32, slot u32, position u32, length u32, readout u32,
                             temperature f64, top_k u32, top_p f64, seed u64
     payload                 rows x width values of dtype, C order
@@ -33,7 +33,7 @@ MAX_FRAME_BYTES = 16 << 20
 ID_BYTES = 16
 DIGEST_BYTES = 16
 
-_HEADER = struct.Struct("<4sBBBB16s16sQQIIII24x")
+_HEADER = struct.Struct("<4sBBBB16s16sQQIIII")
 _LANE = struct.Struct("<16sIIIIIdIdQ")
 _VERSION_AT = 4
 
@@ -137,11 +137,16 @@ def max_rows(width: int, dtype: np.dtype, lanes: int) -> int:
 
 def encode(frame: Frame, secret: bytes) -> bytes:
     """Raises MalformedFrame for a frame that `decode` would refuse."""
+    if frame.payload.ndim != 2:
+        raise MalformedFrame(f"a payload of shape {frame.payload.shape}; it has rows and a width")
     rows, width = frame.payload.shape
     size = frame_bytes(len(frame.lanes), rows, width, frame.payload.dtype)
     _check(frame.kind, frame.payload.dtype, frame.lanes, rows, width, size)
     payload = np.ascontiguousarray(frame.payload)
-    head = _HEADER.pack(
+    if len(frame.plan) != DIGEST_BYTES or len(frame.run) != ID_BYTES:
+        raise MalformedFrame("a frame whose plan or run is not 16 bytes")
+    head = _pack(
+        _HEADER,
         MAGIC,
         VERSION,
         frame.kind,
@@ -204,21 +209,26 @@ def _unpack(view: memoryview) -> Frame:
 
 def _pack_lane(lane: Lane) -> bytes:
     s = lane.sampling
+    return _pack(
+        _LANE,
+        lane.request,
+        lane.attempt,
+        lane.slot,
+        lane.position,
+        lane.length,
+        lane.readout,
+        s.temperature,
+        s.top_k,
+        s.top_p,
+        s.seed,
+    )
+
+
+def _pack(layout: struct.Struct, *values: object) -> bytes:
     try:
-        return _LANE.pack(
-            lane.request,
-            lane.attempt,
-            lane.slot,
-            lane.position,
-            lane.length,
-            lane.readout,
-            s.temperature,
-            s.top_k,
-            s.top_p,
-            s.seed,
-        )
+        return layout.pack(*values)
     except struct.error as e:
-        raise MalformedFrame(f"{lane} does not fit a frame: {e}") from None
+        raise MalformedFrame(f"a number that does not fit a frame: {e}") from None
 
 
 def _unpack_lane(view: memoryview, at: int) -> Lane:
@@ -247,7 +257,7 @@ def _check(kind: Kind, dtype: np.dtype, lanes: tuple[Lane, ...], rows: int, widt
         Kind.TOKENS: sum(lane.readout for lane in lanes),
         Kind.ERROR: 1,
     }[kind]
-    if rows != expected or (kind is Kind.TOKENS and width != 1):
+    if rows != expected or width == 0 or (kind is Kind.TOKENS and width != 1):
         raise MalformedFrame(
             f"a frame of kind {kind.name} with {rows} x {width} values for lanes that need {expected} rows"
         )

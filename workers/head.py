@@ -70,6 +70,10 @@ class Head:
         except PPError as e:
             self._reporter.failed(celery_request, e)
             return
+        except Exception as e:  # what a stranger sent must never end the head
+            log.exception("request %s", celery_request.id)
+            self._reporter.failed(celery_request, RequestError(f"the request cannot be read: {type(e).__name__}"))
+            return
         self._sessions[session.sequence.short_id] = session
         self._state.waiting.append(session.sequence)
 
@@ -93,7 +97,7 @@ class Head:
         sent_at = lap.sent_at if (lap := self._state.laps.get(frame.step)) and len(self._state.laps) == 1 else None
         tokens = dict(self._stage.tokens_of(frame)) if lap else {}
         for lane, sequence in self._state.returned(frame.step, frame.lanes):
-            sequence.lost = 0
+            sequence.computed(lane)
             session = self._sessions[lane.request]
             if sent_at is not None and self._hops and lane.length == 1:
                 session.hops_us.append(((time.monotonic() - sent_at) * 1e6 - frame.compute_us) / self._hops)

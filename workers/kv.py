@@ -13,7 +13,7 @@ from pptasks.wire import Lane
 
 class Place(Enum):
     RUN = "run"  # compute it
-    DROP = "drop"  # done already, or of an older attempt, or of a sequence that has ended
+    DROP = "drop"  # done already, or of an older attempt, or of a sequence that has ended: its lap is an old one
     MISS = "miss"  # earlier positions are not in this cache
 
 
@@ -23,7 +23,6 @@ class Owner:
     it."""
 
     request: bytes
-    attempt: int
     step: int
     next: int
 
@@ -48,13 +47,10 @@ class SlotTable:
         owner = self._owners[lane.slot]
         if owner is not None and step <= owner.step:
             return Place.DROP
-        same = owner is not None and owner.request == lane.request
-        if same and lane.attempt < owner.attempt:  # type: ignore[union-attr]
-            return Place.DROP
-        held = owner.next if same else 0  # type: ignore[union-attr]
+        held = owner.next if owner is not None and owner.request == lane.request else 0
         if lane.position > held:
             return Place.MISS
-        self._owners[lane.slot] = Owner(lane.request, lane.attempt, step, end)
+        self._owners[lane.slot] = Owner(lane.request, step, end)
         return Place.RUN
 
     def forget(self, slot: int) -> None:

@@ -30,7 +30,14 @@ class Sequence:
     slot: int = -1
     sent: int = 0
     attempt: int = 0
-    lost: int = 0  # attempts since the last lap that came back computed
+    furthest: int = 0  # positions below have come back computed at least once
+    lost: int = 0  # attempts since `furthest` moved
+    last_step: int = -1  # the lap that it was last on
+
+    def computed(self, lane: Lane) -> None:
+        """A lap with this lane came back from all stages."""
+        if lane.position + lane.length > self.furthest:
+            self.furthest, self.lost = lane.position + lane.length, 0
 
     @property
     def generated(self) -> list[int]:
@@ -91,20 +98,15 @@ class State:
         self.laps[batch.step] = Lap({lane.slot: lane for lane in batch.lanes}, now, now + patience)
         self.next_step = batch.step + 1
         for lane in batch.lanes:
-            self.live[lane.slot].sent = lane.position + lane.length
+            sequence = self.live[lane.slot]
+            sequence.sent, sequence.last_step = lane.position + lane.length, batch.step
 
     def returned(self, step: int, lanes: tuple[Lane, ...]) -> list[tuple[Lane, Sequence]]:
-        """Lanes of lap `step` are back; those of them that are still waited for. What is late or doubled is not among
-        them."""
-        lap, back = self.laps.get(step), []
-        if lap is None:
-            return []
-        for lane in lanes:
-            if lap.open.get(lane.slot) == lane and (sequence := self._owner(lane)) is not None:
-                back.append((lane, sequence))
-                del lap.open[lane.slot]
-        if not lap.open:
-            del self.laps[step]
+        """Lanes of lap `step` are back; those of them that are still waited for, so none that is late or doubled."""
+        waited_for = self.laps[step].open if step in self.laps else {}
+        back = [(lane, self.live[lane.slot]) for lane in lanes if waited_for.get(lane.slot) == lane]
+        for lane, _ in back:
+            self._forget_laps(lane.slot, before=lane.position + 1)
         return back
 
     def rewind(self, sequence: Sequence, position: int) -> None:
@@ -112,13 +114,13 @@ class State:
         sequence.attempt += 1
         sequence.lost += 1
         sequence.sent = min(sequence.sent, position)
-        self._forget_laps(sequence)
+        self._forget_laps(sequence.slot)
 
     def end(self, sequence: Sequence) -> None:
         """Free its slot, or its place in the queue."""
         if self.live.get(sequence.slot) is sequence:
             del self.live[sequence.slot]
-            self._forget_laps(sequence)
+            self._forget_laps(sequence.slot)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -137,36 +139,47 @@ class State:
         yield from self.live.values()
         yield from self.waiting
 
-    def _owner(self, lane: Lane) -> Sequence | None:
-        sequence = self.live.get(lane.slot)
-        same = sequence is not None and (sequence.short_id, sequence.attempt) == (lane.request, lane.attempt)
-        return sequence if same else None
+    def _forget_laps(self, slot: int, before: int | None = None) -> None:
+        """Wait no more for what is under way of a slot; with `before`, only for lanes that begin before that position.
 
-    def _forget_laps(self, sequence: Sequence) -> None:
+        A lane that is back proves all earlier positions, also when the lap that brought them was lost on its way back.
+        """
         for step, lap in list(self.laps.items()):
-            lap.open.pop(sequence.slot, None)
-            if not lap.open:
-                del self.laps[step]
+            lane = lap.open.get(slot)
+            if lane is not None and (before is None or lane.position < before):
+                del lap.open[slot]
+                if not lap.open:
+                    del self.laps[step]
 
 
 def schedule(state: State) -> Batch | None:
     """The next lap, or None when nobody has work. Pure.
 
     First every sequence that is one token behind (decode), then prompts in order of admission, as many rows as the
-    frame has left. A lane is read out where it reaches the end of what is known.
+    frame has left. When not everyone has room, those who waited longest go first. A lane is read out where it reaches
+    the end of what is known.
     """
     lanes: list[Lane] = []
     ids: list[int] = []
     room = state.max_rows
     ready = [s for s in state.live.values() if s.sent < len(s.ids) and state.laps_of(s.slot) < LAPS_AHEAD]
-    for sequence in sorted(ready, key=lambda s: len(s.ids) - s.sent > 1):
+    crowded = len(ready) > state.max_rows
+    for sequence in sorted(ready, key=lambda s: s.last_step if crowded else len(s.ids) - s.sent > 1):
         length = min(room, len(sequence.ids) - sequence.sent)
         if length == 0:
             break
         end = sequence.sent + length
         readout = int(end == len(sequence.ids))
         lanes.append(
-            Lane(sequence.short_id, sequence.attempt, sequence.slot, sequence.sent, length, readout, sequence.sampling)
+            Lane(
+                sequence.short_id,
+                sequence.attempt,
+                sequence.slot,
+                sequence.sent,
+                length,
+                readout,
+                sequence.sampling,
+            )
         )
         ids.extend(sequence.ids[sequence.sent : end])
         room -= length

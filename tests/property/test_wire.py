@@ -99,7 +99,7 @@ counts = st.one_of(small, u32)
 def test_authenticated_noise_is_a_frame_or_a_wire_error(
     codes: tuple[int, int, int], sizes: tuple[int, int, int, int], rest: bytes
 ) -> None:
-    head = struct.pack("<4s4B16s16sQQ4I24x", b"PPTF", 1, *codes, b"P" * 16, b"R" * 16, 1, 2, *sizes)
+    head = struct.pack("<4s4B16s16sQQ4I", b"PPTF", 1, *codes, b"P" * 16, b"R" * 16, 1, 2, *sizes)
     data = head + rest + hmac.digest(SECRET, head + rest, "sha256")
     if not refused(data):
         assert encode(decode(data, SECRET), SECRET) == data

@@ -115,7 +115,6 @@ def test_a_slot_that_was_forgotten_starts_again(table: SlotTable) -> None:
     assert table.place(lane(A, 0, 6, attempt=1), 14) is Place.RUN
 
 
-@pytest.mark.xfail(strict=True, reason="the attempt of a sequence that has ended outlives it: newer laps are dropped")
 def test_a_request_that_comes_again_under_its_id_starts_at_once(table: SlotTable) -> None:
     """A head that was restarted, or a producer that retries, numbers its attempts from 0 again, on a newer lap."""
     assert table.place(lane(A, 0, 6, attempt=2), 13) is Place.RUN

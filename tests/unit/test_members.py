@@ -75,13 +75,11 @@ def test_a_ready_stage_that_tells_no_span_is_refused() -> None:
         check_ready(everyone(span=None), PLAN)
 
 
-@pytest.mark.xfail(strict=True, reason="a ready stage that tells no digest is taken to hold the plan")
 def test_a_ready_stage_that_tells_no_digest_does_not_hold_the_plan() -> None:
     with pytest.raises(PlanError):
         check_ready(everyone(digest=""), PLAN)
 
 
-@pytest.mark.xfail(strict=True, reason="a head without a span counts as one that keeps no block")
 def test_a_head_that_tells_no_span_is_refused() -> None:
     plan = replace(PLAN, spans=(Span(0, 0), Span(0, 3), Span(3, 6)))
     with pytest.raises(PlanError):
@@ -104,11 +102,10 @@ def test_fields_of_a_newer_version_are_ignored() -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b'{"stage": ' + b" " * (64 << 10) + b"1}"])
 def test_what_is_no_record_is_a_value_error(raw: bytes) -> None:
-    with pytest.raises(ValueError, match=r"Expecting|can't decode|too large"):
+    with pytest.raises(ValueError, match=r"Expecting|can't decode|record"):
         Member.from_json(raw)
 
 
-@pytest.mark.xfail(strict=True, reason="other errors than ValueError come out; read_member lets two kinds of them up")
 @pytest.mark.parametrize(
     "raw",
     [b"[]", b"null", b"5", b"{}", b'{"stage": 0, "span": 5}', b"[" * 60_000, b'{"stage": 0, "span": ["a"]}',

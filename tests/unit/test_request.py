@@ -54,9 +54,12 @@ def test_only_what_differs_from_the_default_travels() -> None:
         ({"messages": [{**CHAT[0], "name": "x"}]}, "message 0"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "message 0 has role 'tool'; .*system, user, assistant"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "message 0 has role"),
-        ({"messages": [{"role": "user", "content": None}]}, "message 0 is not text"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 0 is None, which is not text"),
         ({"messages": [{"role": "user", "content": "\udfff"}]}, "message 0 holds a lone surrogate"),
-        ({"messages": CHAT * (MAX_MESSAGES // 2 + 1)}, f"{MAX_MESSAGES + 2} messages; at most {MAX_MESSAGES}"),
+        (
+            {"messages": CHAT * (MAX_MESSAGES // 2 + 1)},
+            f"messages has {MAX_MESSAGES + 2} entries; at most {MAX_MESSAGES}",
+        ),
         ({"tokens": []}, "tokens is empty"),
         ({"tokens": "1,2"}, "tokens"),
         ({"tokens": [1, -1]}, "token 1 is -1"),
@@ -64,7 +67,7 @@ def test_only_what_differs_from_the_default_travels() -> None:
         ({"tokens": [1, 2, 3.0]}, "token 2 is 3.0"),
         ({"tokens": [True]}, "token 0 is True"),
         ({"tokens": [None]}, "token 0 is None"),
-        ({"tokens": [0] * (MAX_TOKENS + 1)}, f"{MAX_TOKENS + 1} token ids; at most {MAX_TOKENS}"),
+        ({"tokens": [0] * (MAX_TOKENS + 1)}, f"tokens has {MAX_TOKENS + 1} entries; at most {MAX_TOKENS}"),
         ({"prompt": "a", "max_tokens": 0}, f"max_tokens is 0: .* 1 to {MAX_TOKENS}"),
         ({"prompt": "a", "max_tokens": 1 << 200}, "max_tokens"),
         ({"prompt": "a", "max_tokens": "9"}, "max_tokens"),
@@ -72,7 +75,7 @@ def test_only_what_differs_from_the_default_travels() -> None:
         ({"prompt": "a", "temperature": -0.1}, "temperature is -0.1"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
         ({"prompt": "a", "temperature": float("inf")}, "temperature is inf"),
-        ({"prompt": "a", "temperature": "hot"}, "temperature is hot"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
         ({"prompt": "a", "temperature": True}, "temperature is True"),
         ({"prompt": "a", "top_k": -1}, "top_k is -1"),
         ({"prompt": "a", "top_k": 1 << 31}, "top_k"),
@@ -92,7 +95,6 @@ def test_a_refusal_names_the_parameter(kwargs: dict[str, Any], told: str) -> Non
     assert len(str(refusal.value)) < 300
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="isfinite takes no int beyond a float")
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
 def test_a_number_beyond_any_float_is_refused(name: str) -> None:
     kwargs = through_json({"prompt": "a", name: 10**400})
@@ -100,14 +102,12 @@ def test_a_number_beyond_any_float_is_refused(name: str) -> None:
         Request.from_kwargs(kwargs)
 
 
-@pytest.mark.xfail(strict=True, reason="the message quotes the whole name")
 def test_an_unknown_name_is_quoted_in_part() -> None:
     with pytest.raises(RequestError) as refusal:
         Request.from_kwargs({"x" * 100_000: 1})
     assert len(str(refusal.value)) < 300
 
 
-@pytest.mark.xfail(strict=True, reason="a value of the wrong type is told to be empty")
 @pytest.mark.parametrize("kwargs", [{"prompt": 5}, {"tokens": "1,2"}, {"messages": "hello"}])
 def test_the_wrong_type_is_not_called_empty(kwargs: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refusal:

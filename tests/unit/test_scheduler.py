@@ -270,7 +270,6 @@ def test_why_a_sequence_ends(ids: list[int], max_tokens: int, reason: str | None
     assert one.finish_reason == reason
 
 
-@pytest.mark.xfail(strict=True, reason="decode goes in order of admission: beyond max_rows one waits for an end")
 @pytest.mark.parametrize("n_prompt", [1, 5])
 def test_nobody_starves_when_a_frame_has_fewer_rows_than_sequences(n_prompt: int) -> None:
     head = state(sequence("a"), sequence("b"), sequence("c", n_prompt), max_rows=2)
