@@ -94,13 +94,13 @@ class Head:
         if frame.kind is Kind.ERROR:
             self._stage_error(frame)
             return
-        sent_at = lap.sent_at if (lap := self._state.laps.get(frame.step)) and len(self._state.laps) == 1 else None
+        lap, alone, now = self._state.laps.get(frame.step), len(self._state.laps) == 1, time.monotonic()
         tokens = dict(self._stage.tokens_of(frame)) if lap else {}
         for lane, sequence in self._state.returned(frame.step, frame.lanes):
             sequence.computed(lane)
             session = self._sessions[lane.request]
-            if sent_at is not None and self._hops and lane.length == 1:
-                session.hops_us.append(((time.monotonic() - sent_at) * 1e6 - frame.compute_us) / self._hops)
+            if lap and alone and self._hops and lane.length == 1:  # a decode step that waited for no other
+                session.hops_us.append(((now - lap.sent_at) * 1e6 - frame.compute_us) / self._hops)
             if tokens[lane]:
                 self._append(session, tokens[lane])
 
