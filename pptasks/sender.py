@@ -1,7 +1,7 @@
 """Send behind: put frames on queues without waiting for the broker's answer.
 
 One `HopSender` belongs to one thread, the engine. A frame is one LPUSH on a connection that is kept; the answers are
-read when the next frame is sent or `drain` is called, so a hop costs one trip to the broker and no round trip.
+read by `drain`, when there is nothing better to do, so a hop costs one trip to the broker and no round trip.
 
 A frame counts as confirmed when its answer has been read. When the connection breaks, or an answer is overdue,
 everything not yet confirmed is sent once more on a new connection. That can deliver a frame twice, which the stages
@@ -23,6 +23,7 @@ from pptasks.errors import BrokerError
 from pptasks.transport import CONNECTION_ERRORS, check_frame
 
 MAX_UNCONFIRMED_BYTES = 64 << 20
+DRAIN_AFTER_S = 0.05  # an answer that nobody read by then is read before the next frame is sent
 ANSWER_TIMEOUT_S = 5.0
 _PIECE_BYTES = 256 << 10  # the socket's timeout applies to each piece: a slow line is not a dead one
 
@@ -63,8 +64,11 @@ class HopSender:
         frame or cannot be reached. After a BrokerError this frame is not on its way, and unconfirmed ones may be lost.
         """
         command = _lpush(self._channel.hop_key(queue), check_frame(frame))
-        self.drain()
-        self._unconfirmed.append(_Sent(command, time.monotonic()))
+        now = time.monotonic()
+        too_much = self._unconfirmed_bytes + len(command) > MAX_UNCONFIRMED_BYTES
+        if self._unconfirmed and (too_much or now - self._unconfirmed[0].at > DRAIN_AFTER_S):
+            self.drain()
+        self._unconfirmed.append(_Sent(command, now))
         self._unconfirmed_bytes += len(command)
         try:
             self._write(command)

@@ -107,6 +107,9 @@ class Channel(stock.Channel):
             raise Empty()
         queue, item = bytes_to_str(reply[0]), reply[1]
         self._queue_cycle.rotate(queue)
+        if item.startswith(MAGIC) and self.connection.on_frame is not None:
+            self._deliver_guarded(queue, self.connection.on_frame, item)
+            return True
         try:
             message = self._incoming(queue, item)
         except MalformedFrame as error:
@@ -170,7 +173,13 @@ class Channel(stock.Channel):
 
 
 class Transport(stock.Transport):
+    """`on_frame` takes frames past kombu's and Celery's message layers, which would cost as much as the hop itself.
+
+    The hop task's strategy sets it; without it a frame is a message like any other.
+    """
+
     Channel = Channel
+    on_frame: Callable[[bytes], None] | None = None
 
     def __init__(self, client: Any, **kwargs: Any):
         for name, value in OPTIONS.items():

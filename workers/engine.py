@@ -4,6 +4,7 @@ Only this thread touches tinygrad, the KV cache and the scheduler's state. Celer
 while a step computes, and puts what arrives into the inbox.
 """
 
+import gc
 import logging
 import os
 import queue
@@ -30,6 +31,7 @@ from workers.stage import Stage
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # how soon a revoke or a late lap is noticed
+IDLE_S = 0.002  # an empty inbox for that long
 
 
 def choose_compiler(settings: Settings) -> None:
@@ -93,6 +95,7 @@ class Engine:
         try:
             stage, head = self._load()
             self._sender = self._connect()
+            gc.freeze()  # what was loaded stays: a full collection in the middle of a lap would look at all of it
             self._membership.update(state="ready", phase="ready")
             self._serve(stage, head)
         except BaseException as e:
@@ -155,17 +158,22 @@ class Engine:
     def _drain(self) -> Iterator[list[Hop | Submit]]:
         """All that is in the inbox, as soon as there is something; nothing when a tick passes without."""
         while True:
-            items: list[Item] = []
-            try:
-                items.append(self.inbox.get(timeout=TICK_S))
-                while True:
-                    items.append(self.inbox.get_nowait())
-            except queue.Empty:
-                pass
+            items = self._take(IDLE_S)
+            if not items:  # time for what no lap waits for
+                self._confirm()
+                items = self._take(TICK_S)
             yield [item for item in items if not isinstance(item, Stop)]
             if any(isinstance(item, Stop) for item in items):
                 return
-            self._confirm()
+
+    def _take(self, timeout_s: float) -> list[Item]:
+        items: list[Item] = []
+        try:
+            items.append(self.inbox.get(timeout=timeout_s))
+            while True:
+                items.append(self.inbox.get_nowait())
+        except queue.Empty:
+            return items
 
     def _submit(self, item: Submit, head: Head | None) -> None:
         if head is not None:
