@@ -3,9 +3,11 @@
     .venv/bin/python bench/hops.py [--pairs 3]
     .venv/bin/python bench/hops.py --delay-proxy ../shared/tools/delay_proxy.py --rtt-ms 40
 
-The ring has two processes and frames of the same size, and computes nothing. A hop of ours is (lap - sum of compute) /
-hops on the head's clock: sending, Redis, Celery's loop, checking, the inbox. With a delay proxy before Redis, hops are
-also given in round trips.
+The ring has two processes and frames of the same size. It is measured twice: doing nothing between hops, and reading as
+many bytes between hops as a stage of SmolLM2 does, which leaves the caches as empty as a step leaves them. A hop of ours
+is (lap - sum of compute) / hops on the head's clock: sending, Redis, Celery's loop, checking, the inbox. It is measured
+for SmolLM2 and, where a model folder is given (--small), for one that is so small that the caches stay warm.
+With a delay proxy before Redis, hops are also given in round trips.
 """
 
 import argparse
@@ -20,48 +22,56 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import numpy as np
 import redis
 
 from orchestrator.broker import EmbeddedBroker, _free_port
 
-FRAME_BYTES = 96 + 64 + 576 * 2 + 32
+FRAME_BYTES = 72 + 64 + 576 * 2 + 32
+STAGE_BYTES = 106_000_000  # the weights of 15 blocks
 
 
-def echo(url: str, hops: int) -> None:
-    client = redis.Redis.from_url(url)
+def work(weights: np.ndarray) -> None:
+    """Read as much as a stage does in a decode step."""
+    weights.sum()
+
+
+def echo(url: str, hops: int, nbytes: int) -> None:
+    client, weights = redis.Redis.from_url(url), np.ones(nbytes // 8)
     for _ in range(hops):
-        client.lpush("ring:0", client.brpop("ring:1")[1])
+        frame = client.brpop("ring:1")[1]
+        work(weights)
+        client.lpush("ring:0", frame)
 
 
-def bare_ring(url: str, laps: int) -> list[float]:
-    """Microseconds a hop of each lap."""
-    process = multiprocessing.get_context("spawn").Process(target=echo, args=(url, laps))
+def bare_ring(url: str, laps: int, nbytes: int = 0) -> tuple[float, float]:
+    """p50 and p99 of a hop, microseconds; each end reads `nbytes` between hops, which is not counted."""
+    process = multiprocessing.get_context("spawn").Process(target=echo, args=(url, laps, nbytes))
     process.start()
-    client, payload, hops = redis.Redis.from_url(url), os.urandom(FRAME_BYTES), []
+    client, payload, weights, hops = redis.Redis.from_url(url), os.urandom(FRAME_BYTES), np.ones(nbytes // 8), []
+    began = time.perf_counter()
+    for _ in range(20):
+        work(weights)
+    reading = (time.perf_counter() - began) / 20
     for _ in range(laps):
+        work(weights)
         began = time.perf_counter()
         client.lpush("ring:1", payload)
         client.brpop("ring:0")
-        hops.append((time.perf_counter() - began) / 2 * 1e6)
+        hops.append((time.perf_counter() - began - reading) / 2 * 1e6)
     process.join()
-    return hops[20:]
+    return percentiles(hops[20:])
 
 
-def ours(url: str, tokens: int) -> dict:
-    argv = [
-        sys.executable,
-        "-m",
-        "orchestrator.cli",
-        "run",
-        "--json",
-        "-q",
-        "--raw",
-        "--max-tokens",
-        str(tokens),
-        "Once upon a time",
-    ]
+def percentiles(hops: list[float]) -> tuple[float, float]:
+    return statistics.median(hops), statistics.quantiles(hops, n=100)[98]
+
+
+def ours(url: str, tokens: int, *model: str) -> tuple[float, float]:
+    argv = [sys.executable, "-m", "orchestrator.cli", "run", "--json", "-q", "--max-tokens", str(tokens), *model]
     done = subprocess.run(argv, check=True, capture_output=True, text=True, env={**os.environ, "PP_BROKER": url})
-    return json.loads(done.stdout)["timings"]
+    timings = json.loads(done.stdout)["timings"]
+    return timings["hop_us_p50"], timings["hop_us_p99"]
 
 
 @contextlib.contextmanager
@@ -82,29 +92,36 @@ def far_away(url: str, proxy: str | None, rtt_ms: float) -> Iterator[str]:
         process.wait()
 
 
-def median_ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--small", help="folder of a very small model")
     parser.add_argument("--delay-proxy", help="script that is called LISTEN_PORT TARGET_PORT --rtt-ms MS")
     parser.add_argument("--rtt-ms", type=float, default=40.0)
     args = parser.parse_args()
-    rows = []
+    laps = 220 if args.delay_proxy is None else 60
+    rows: dict[str, list[tuple[float, float]]] = {}
+
+    def measured(name: str, hop: tuple[float, float]) -> None:
+        rows.setdefault(name, []).append(hop)
+
     with EmbeddedBroker() as broker, far_away(broker.url, args.delay_proxy, args.rtt_ms) as url:
         for _ in range(args.pairs):
-            ring = bare_ring(url, 220 if args.delay_proxy is None else 60)
-            rows.append((statistics.median(ring), statistics.quantiles(ring, n=100)[98], ours(url, args.tokens)))
-    ring50, ring99 = [r[0] for r in rows], [r[1] for r in rows]
-    ours50, ours99 = [r[2]["hop_us_p50"] for r in rows], [r[2]["hop_us_p99"] for r in rows]
-    print(f"bare ring     p50 {statistics.median(ring50):9.0f} us   p99 {statistics.median(ring99):9.0f} us")
-    print(f"pptasks hop   p50 {statistics.median(ours50):9.0f} us   p99 {statistics.median(ours99):9.0f} us")
-    print(f"ratio p50 {median_ratio(ours50, ring50):.2f}, p99 {median_ratio(ours99, ring99):.2f}")
-    if args.delay_proxy:
-        print(f"round trips of {args.rtt_ms:.0f} ms a hop: {statistics.median(ours50) / args.rtt_ms / 1000:.2f}")
+            measured("bare ring, idle", bare_ring(url, laps))
+            measured("bare ring, reading", bare_ring(url, laps, STAGE_BYTES))
+            measured("pptasks, SmolLM2", ours(url, args.tokens, "--raw", "Once upon a time"))
+            if args.small:
+                measured("pptasks, small model", ours(url, args.tokens, "--model", args.small, "--tokens", "5,6,7,8"))
+    for name, hops in rows.items():
+        p50, p99 = (statistics.median(hop[i] for hop in hops) for i in (0, 1))
+        ratios = [
+            statistics.median(a[0] / b[0] for a, b in zip(hops, rows[ring], strict=True)) for ring in list(rows)[:2]
+        ]
+        trips = f", {p50 / args.rtt_ms / 1000:.2f} round trips" if args.delay_proxy else ""
+        print(
+            f"{name:22s} p50 {p50:7.0f} us  p99 {p99:7.0f} us  {ratios[0]:5.2f}x idle  {ratios[1]:5.2f}x reading{trips}"
+        )
 
 
 if __name__ == "__main__":

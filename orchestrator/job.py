@@ -59,7 +59,7 @@ class Job:
             elif time.monotonic() - heard > self._timeout_s:
                 self._client.cancel(request_id)
                 raise RequestFailed(
-                    f"no token came for {self._timeout_s:.0f} s: look at the stages' logs, or raise --timeout"
+                    f"no token came for {self._timeout_s:g} s: look at {self._cluster.folder}, or raise --timeout"
                 )
 
 

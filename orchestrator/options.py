@@ -1,5 +1,6 @@
 """The command line's options, by what they are about; each command takes the groups that it needs."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,18 @@ import click
 from orchestrator.cluster import EMBEDDED
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Number(click.FloatRange):
+    """A range that "nan" is not in."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 def group(*options: Decorator) -> Decorator:
@@ -93,7 +106,7 @@ cluster = group(
     option(
         "--timeout",
         "Seconds until all stages must be ready, and the longest wait for a token.",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Number(min=0, min_open=True),
         default=120.0,
     ),
     click.option("--quiet", "-q", is_flag=True, help="No progress and no closing line."),
@@ -101,12 +114,12 @@ cluster = group(
 
 sampling = group(
     option("--max-tokens", "Most tokens to generate.", type=click.IntRange(1), default=256),
-    option("--temperature", "0 takes the likeliest token.", type=click.FloatRange(0, 100), default=0.0),
+    option("--temperature", "0 takes the likeliest token.", type=Number(0, 100), default=0.0),
     option("--top-k", "Sample among the k likeliest; 0: all.", type=click.IntRange(0), default=0),
     option(
         "--top-p",
         "Sample among the likeliest that reach this probability.",
-        type=click.FloatRange(0, 1, min_open=True),
+        type=Number(0, 1, min_open=True),
         default=1.0,
     ),
     option(

@@ -16,12 +16,15 @@ class Process:
     """`name` for messages. stdout and stderr go to `log`, which only its owner may read; with `pipe`, stdout is a pipe
     instead."""
 
-    def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, *, pipe: bool = False):
+    def __init__(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, *, cwd: Path, pipe: bool = False
+    ):
         self.name, self.log = name, log
         with os.fdopen(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), "wb") as out:
             self._popen = subprocess.Popen(
                 argv,
                 env=dict(env),
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipe else out,
                 stderr=out,

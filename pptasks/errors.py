@@ -17,6 +17,7 @@
     ├── RoutingError            a frame with no next hop
     ├── CacheMiss               a position beyond what the KV cache of this stage holds
     ├── BrokerError             the broker cannot be started, reached, or refuses us
+    ├── StorageError            a folder or a file that cannot be written
     ├── LinkError               the iroh link cannot be made, or was refused
     ├── StageTaken              another worker serves this stage already
     ├── StageFailed             a worker died or reported an error; carries its last log lines
@@ -94,6 +95,10 @@ class CacheMiss(PPError):
 
 
 class BrokerError(PPError):
+    pass
+
+
+class StorageError(PPError):
     pass
 
 

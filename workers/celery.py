@@ -3,6 +3,7 @@
 A bootstep starts what serves the stage before Celery's consumer takes the first message, and ends it after the last.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -39,7 +40,10 @@ class StageStep(bootsteps.StartStopStep):
 
     def __init__(self, worker: Any, **kwargs: Any):
         super().__init__(worker, **kwargs)
-        worker.engine = None
+        worker.engine, worker.wake = None, self._wake
+        self._wakeup = socket.socketpair()  # Celery's loop reads the first; Python and _wake write to the second
+        for end in self._wakeup:
+            end.setblocking(False)
 
     def start(self, worker: Any) -> None:
         try:
@@ -65,12 +69,12 @@ class StageStep(bootsteps.StartStopStep):
 
     def register_with_event_loop(self, worker: Any, hub: Any) -> None:
         """Wake Celery's loop when a signal comes; it would look for one only at its next timer, a second later."""
-        ours, python = socket.socketpair()
-        for end in (ours, python):
-            end.setblocking(False)
-        signal.set_wakeup_fd(python.fileno(), warn_on_full_buffer=False)
-        hub.add_reader(ours.fileno(), ours.recv, 64)
-        self._wakeup = ours, python
+        signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
+        hub.add_reader(self._wakeup[0].fileno(), self._wakeup[0].recv, 64)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup[1].send(b"!")
 
     def stop(self, worker: Any) -> None:
         if worker.engine is not None:
@@ -92,9 +96,8 @@ class StageStep(bootsteps.StartStopStep):
 def leave(worker: Any, reason: str) -> None:
     """End this process, from any thread: a warm shutdown, and a hard one if that takes too long."""
     log.error("stage %s leaves: %s", settings.stage, reason)
-    worker.exitcode = FAILED
     state.should_stop = FAILED
-    os.kill(os.getpid(), signal.SIGTERM)
+    worker.wake()
     watchdog = threading.Timer(LEAVE_S, os._exit, (FAILED,))
     watchdog.daemon = True
     watchdog.start()

@@ -99,7 +99,8 @@ class Engine:
             self._membership.update(state="ready", phase="ready")
             self._serve(stage, head)
         except BaseException as e:
-            log.exception("stage %d failed", self._index)
+            if not isinstance(e, PPError):  # which says all there is to say
+                log.exception("stage %d failed", self._index)
             self._on_failure(e)
 
     def _load(self) -> tuple[Stage, Head | None]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import redis
 
-from orchestrator.broker import EmbeddedBroker, check_broker, purge
+from orchestrator.broker import EmbeddedBroker, check_broker, purge, sweep
 from pptasks.errors import BrokerError, UsageError
 
 PARENT = """
@@ -162,3 +162,12 @@ def test_purge_deletes_the_runs_keys_and_no_others(redis_url: str) -> None:
         assert set(client.keys()) == {b"pp:aXb:0", b"pp:a", b"other"}
     with pytest.raises(UsageError):
         purge(redis_url, "")
+
+
+def test_sweep_purges_runs_without_a_lease_and_nothing_else(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        kept = ["pp:run-alive:lease", "pp:run-alive:stage0", "pp:by-hand:stage0", "run-dead", "pp:runs:x"]
+        for name in [*kept, "pp:run-dead:stage0", "pp:run-dead:_kombu.binding.stage0", "pp:run-gone:member:0"]:
+            client.set(name, "1")
+        assert sweep(redis_url, "run-") == 2
+        assert sorted(key.decode() for key in client.scan_iter()) == sorted(kept)

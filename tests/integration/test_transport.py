@@ -156,6 +156,7 @@ class TestSender:
             frames = [frame_of(100) for _ in range(3)]
             sender.send("sink", frames[0])
             assert client.blpop("pp:s:sink", timeout=4) == (b"pp:s:sink", frames[0])
+            sender.drain()  # confirmed: not sent again
             kill_sender(client)
             sender.send("sink", frames[1])
             sender.send("sink", frames[2])
