@@ -149,7 +149,8 @@ class LocalCluster:
     def _worker(self, stage: int, broker: str) -> Process:
         argv = [
             sys.executable, "-m", "celery", "--quiet", "-A", "workers", "worker",
-            "-Q", stage_queue(stage), "--pool", "solo", "-n", f"{stage_name(stage)}@%h", "-l", "WARNING", "--without-gossip", "--without-mingle",
+            "-Q", stage_queue(stage), "-n", f"{stage_name(stage)}@%h", "--pool", "solo",
+            "-l", "WARNING", "--without-gossip", "--without-mingle",
         ]  # fmt: skip
         env = child_environment(replace(self.settings, stage=stage, broker=broker))
         return Process(f"stage {stage}", argv, env, self.folder / f"stage{stage}.log", cwd=self.folder)
