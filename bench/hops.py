@@ -5,9 +5,9 @@
 
 The ring has two processes and frames of the same size. It is measured twice: doing nothing between hops, and reading
 as many bytes between hops as a stage of SmolLM2 does, which leaves the caches as empty as a step leaves them. A hop
-of ours is (lap - sum of compute) / hops on the head's clock: sending, Redis, Celery's loop, checking, the inbox. It is measured
-for SmolLM2 and, where a model folder is given (--small), for one that is so small that the caches stay warm.
-With a delay proxy before Redis, hops are also given in round trips.
+of ours is (lap - sum of compute) / hops on the head's clock: sending, Redis, Celery's loop, checking, the inbox. It is
+measured for SmolLM2 and, where a model folder is given (--small), for one so small that the caches stay warm. With a
+delay proxy before Redis, hops are also given in round trips.
 """
 
 import argparse
