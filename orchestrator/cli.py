@@ -3,6 +3,7 @@ failed, 2 wrong use."""
 
 import json
 import logging
+import os
 import signal
 import statistics
 import sys
@@ -55,6 +56,8 @@ def _errors() -> Iterator[None]:
         raise  # click's own way: whoever read our output has gone
     except OSError as e:
         click.echo(f"error: {e.strerror or e}{f': {e.filename}' if e.filename else ''}", err=True)
+        if sys.stdout is not None:  # what it could not write must not fail again when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
 
 
