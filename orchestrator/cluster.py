@@ -26,6 +26,7 @@ from pptasks.errors import BrokerError, LinkError, NotReady, StageFailed, Storag
 from pptasks.keys import ENTRY, EXIT, Keys, stage_name, stage_queue
 from pptasks.members import Lease, Member, check_ready, explain, read_members, resolve
 from pptasks.plan import Plan
+from pptasks.wire import key_id
 
 if TYPE_CHECKING:
     from pptasks.peers import LinkSettings
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 LINK_UP_S = 25.0
 EMBEDDED = "embedded"
-RUNS = "run-"  # how the names of our runs begin; a run by hand has another
 KEEP_LOGS_S = 7 * 24 * 3600
 
 
@@ -69,7 +69,7 @@ class LocalCluster:
             lease=True,
             model=str(model.resolve()) if model.exists() else settings.model,
             cache=settings.cache.resolve(),
-            run=f"{RUNS}{secrets.token_hex(6)}",
+            run=f"run-{secrets.token_hex(6)}",
             secret=secrets.token_hex(32),
         )
         self.keys = Keys(self.settings.run)
@@ -142,9 +142,16 @@ class LocalCluster:
         else:
             url = self._options.broker
             check_broker(url)
-            sweep(url, RUNS)
-            stack.callback(purge, url, self.keys.prefix)
+            sweep(url)
+            stack.callback(self._purge, url)
         self.settings = replace(self.settings, broker=url)
+
+    def _purge(self, url: str) -> None:
+        """Leave no key behind. That it fails must not hide why the run ended."""
+        try:
+            purge(url, self.keys.prefix)
+        except BrokerError as e:
+            log.warning("%s; the next run on it will", e)
 
     def _worker(self, stage: int, broker: str) -> Process:
         argv = [
@@ -202,7 +209,7 @@ class LocalCluster:
             try:
                 members = self.refresh()
                 self._on_members(members)
-                if check_ready(members, self.plan) and self._names_resolve():
+                if check_ready(members, self.plan, key_id(self.settings.secret_bytes)) and self._names_resolve():
                     return
             except StageFailed as e:
                 raise StageFailed(str(e), self._last_words(e)) from None

@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from orchestrator.cluster import EMBEDDED
+from pptasks.config import MAX_CHUNK, MAX_CONTEXT, MAX_SLOTS, MAX_STAGES
+from pptasks.request import MAX_TEMPERATURE, MAX_TOKENS, MAX_TOP_K, MIN_TOP_P
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -45,7 +47,7 @@ model = group(
     option(
         "--stages",
         "Pipeline stages, one worker each.  [default: 2, or as many as --split names]",
-        type=click.IntRange(1),
+        type=click.IntRange(1, MAX_STAGES),
     ),
     option(
         "--split",
@@ -69,10 +71,15 @@ model = group(
     option(
         "--context",
         "Positions that a sequence may take.  [default: 2048, or the model's if less]",
-        type=click.IntRange(1),
+        type=click.IntRange(1, MAX_CONTEXT),
     ),
-    option("--slots", "Sequences in flight at once.", type=click.IntRange(1), default=4),
-    option("--prefill-chunk", "Most prompt tokens in one frame.", type=click.IntRange(1), default=128),
+    option("--slots", "Sequences in flight at once.", type=click.IntRange(1, MAX_SLOTS), default=4),
+    option(
+        "--prefill-chunk",
+        "Most rows of a frame: tokens of prompts, or sequences that decode.",
+        type=click.IntRange(1, MAX_CHUNK),
+        default=128,
+    ),
 )
 
 cluster = group(
@@ -113,13 +120,13 @@ cluster = group(
 )
 
 sampling = group(
-    option("--max-tokens", "Most tokens to generate.", type=click.IntRange(1), default=256),
-    option("--temperature", "0 takes the likeliest token.", type=Number(0, 100), default=0.0),
-    option("--top-k", "Sample among the k likeliest; 0: all.", type=click.IntRange(0), default=0),
+    option("--max-tokens", "Most tokens to generate.", type=click.IntRange(1, MAX_TOKENS), default=256),
+    option("--temperature", "0 takes the likeliest token.", type=Number(0, MAX_TEMPERATURE), default=0.0),
+    option("--top-k", "Sample among the k likeliest; 0: all.", type=click.IntRange(0, MAX_TOP_K), default=0),
     option(
         "--top-p",
         "Sample among the likeliest that reach this probability.",
-        type=Number(0, 1, min_open=True),
+        type=Number(MIN_TOP_P, 1),
         default=1.0,
     ),
     option(

@@ -30,7 +30,7 @@ def make_app(settings: Settings) -> Celery:
         redis_backend_health_check_interval=3,
         task_serializer="json",
         accept_content=["json"],
-        task_queues=[_queue(stage_queue(i)) for i in range(settings.num_stages)],
+        task_queues=[_queue(stage_queue(i)) for i in _consumed(settings)],
         task_default_queue=stage_queue(0),
         task_routes={GENERATE: {"queue": stage_queue(0)}},
         task_ignore_result=False,
@@ -44,6 +44,11 @@ def make_app(settings: Settings) -> Celery:
     )
     app.settings = settings
     return app
+
+
+def _consumed(settings: Settings) -> range:
+    """The stages whose queues a process may read from: a worker's own, all of them for a client."""
+    return range(settings.num_stages) if settings.stage is None else range(settings.stage, settings.stage + 1)
 
 
 def _queue(name: str) -> Queue:

@@ -45,10 +45,17 @@ class Client:
             raise BrokerError(f"the request cannot be sent: {explain(e)}") from None
 
     def stream(self, request_id: str) -> Iterator[Piece | None]:
-        """Tokens as they come; None once a second while there are none. Ends when the request does."""
-        client = self._redis
+        """Tokens as they come; None once a second while there are none. Ends when the request does.
+
+        That includes a request that never reached the head, because it had expired or was revoked on the way.
+        """
+        client, was_ready = self._redis, False
         try:
-            yield from stream.read(client, self._keys, request_id)
+            for piece in stream.read(client, self._keys, request_id):
+                yield piece
+                if piece is None and was_ready:
+                    return
+                was_ready = piece is None and AsyncResult(request_id, app=self.app).ready()
         finally:
             client.close()
 

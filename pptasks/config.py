@@ -1,4 +1,4 @@
-"""One frozen Settings, validated once. The only module of pptasks that reads the environment.
+"""One frozen Settings, validated once. The only place that reads the environment, but for the link's own (peers.py).
 
 A worker is told what it is by its environment, so that the same command starts it anywhere:
 
@@ -17,7 +17,7 @@ A worker is told what it is by its environment, so that the same command starts 
 | PP_SLOTS | sequences that can be in flight | 4 |
 | PP_PREFILL_CHUNK | most rows of a frame | 128 |
 | PP_KERNELS | auto, or tinygrad (no C kernels) | auto |
-| PP_LAP_DEADLINE | seconds after which a lap is sent again | 30 |
+| PP_LAP_DEADLINE | seconds after which a lap is sent again | 20 |
 | PP_LEASE | 1: leave when the run's lease is gone | 0 |
 | PP_CACHE | folder for models and compiled kernels | the user's cache folder |
 | CC | C compiler of the CPU device | clang, else ziglang's |
@@ -64,7 +64,7 @@ class Settings:
     slots: int = field(default=4, metadata=_env("PP_SLOTS"))
     prefill_chunk: int = field(default=128, metadata=_env("PP_PREFILL_CHUNK"))
     kernels: str = field(default="auto", metadata=_env("PP_KERNELS"))
-    lap_deadline_s: float = field(default=30.0, metadata=_env("PP_LAP_DEADLINE"))
+    lap_deadline_s: float = field(default=20.0, metadata=_env("PP_LAP_DEADLINE"))
     lease: bool = field(default=False, metadata=_env("PP_LEASE"))
     cache: Path = field(default=platformdirs.user_cache_path("pptasks", appauthor=False), metadata=_env("PP_CACHE"))
     cc: str | None = field(default=None, metadata=_env("CC"))
@@ -107,6 +107,12 @@ class Settings:
             if (raw := environ.get(f.metadata["env"]))
         }
         return cls(**given)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_this_machine(cls, environ: Mapping[str, str] | None = None) -> "Settings":
+        """Defaults, and what the environment says of this machine; not what it says of a stage or a run."""
+        environ = os.environ if environ is None else environ
+        return cls.from_env({name: environ[name] for name in ("PP_CACHE", "CC", "PP_LAP_DEADLINE") if name in environ})
 
     def to_env(self) -> dict[str, str]:
         """The variables from which `from_env` makes these settings again; what a worker process is started with."""

@@ -26,6 +26,14 @@ def names_of(stage: int, n_stages: int) -> tuple[str, ...]:
     return (stage_name(stage), *entry, *exit_)
 
 
+ALL_OWNERS = "pp:*:owner"  # what SCAN matches for every run's `Keys.owner`
+
+
+def run_of(key: str) -> str:
+    """The run that a key belongs to."""
+    return key.split(":")[1]
+
+
 @dataclass(frozen=True)
 class Keys:
     """Full Redis keys of the run `run`."""
@@ -40,6 +48,11 @@ class Keys:
     def lease(self) -> str:
         """Held by whoever started the run; workers leave when it is gone."""
         return f"{self.prefix}lease"
+
+    @property
+    def owner(self) -> str:
+        """Who started the run, for as long as it has keys: marks a run that an orchestrator may clean up after."""
+        return f"{self.prefix}owner"
 
     def lock(self, stage: int) -> str:
         """Held by the one worker that serves a stage."""

@@ -55,6 +55,7 @@ class Member:
     span: tuple[int, int] | None = None
     n_blocks: int = 0
     digest: str = ""  # hex, of its plan
+    key_id: str = ""  # which PP_SECRET it has, see `wire.key_id`
     weights_bytes: int = 0
     rss_bytes: int = 0
     error: str = ""
@@ -99,6 +100,8 @@ class Membership:
         self._member = Member(stage=stage, node=node)
         self._lock = Lock(self._client, keys.lock(stage), timeout=TTL_S, blocking=False, thread_local=False)
         self._watch_lease, self._on_gone = watch_lease, on_gone
+        self._on_restart: Callable[[int], None] | None = None
+        self._incarnations: dict[int, str] = {}
         self._guard = threading.Lock()
         self._changed, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="members", daemon=True)
@@ -133,13 +136,23 @@ class Membership:
         self._changed.set()
 
     def everyone_ready(self, plan: Plan) -> bool:
-        """True when all stages are ready and hold `plan`; asks the broker. A stage that failed or differs is logged,
-        and is not ready."""
+        """True when all stages are ready and hold `plan` and our secret, as the broker says. Raises as check_ready."""
         try:
-            return check_ready(read_members(self._client, self._keys, self._n_stages), plan)
-        except (redis.RedisError, PPError) as e:
-            log.warning("requests wait: %s", explain(e))
+            return check_ready(read_members(self._client, self._keys, self._n_stages), plan, self._member.key_id)
+        except redis.RedisError:
             return False
+
+    def watch_restarts(self, on_restart: Callable[[int], None]) -> None:
+        """Call `on_restart(stage)` when a stage is ready again in another incarnation: its KV cache is empty."""
+        self._on_restart = on_restart
+
+    def broker_clock_us(self) -> int:
+        """The broker's clock, microseconds: the same for every machine. Raises BrokerError."""
+        try:
+            seconds, microseconds = self._client.time()
+        except redis.RedisError as e:
+            raise BrokerError(f"the broker does not tell its time: {explain(e)}") from None
+        return int(seconds) * 1_000_000 + int(microseconds)
 
     def leave(self) -> None:
         """Say a last word (a failure stays readable for a TTL), give the lock back."""
@@ -148,10 +161,11 @@ class Membership:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2)
         try:
-            self._publish()
-            if self._member.state != "failed":
-                self._client.delete(self._keys.member(self._member.stage), *self._names())
-            self._lock.release()
+            if self._lock.owned():
+                self._publish()
+                if self._member.state != "failed":
+                    self._client.delete(self._keys.member(self._member.stage), *self._names())
+                self._lock.release()
         except (redis.RedisError, LockError) as e:
             log.info("could not say goodbye: %s", explain(e))
         self._client.close()
@@ -165,11 +179,13 @@ class Membership:
                     reason = "another worker took the stage's lock"
                     break
                 self._publish()
+                self._look_for_restarts()
                 broker_seen = now
                 if not self._watch_lease or self._client.exists(self._keys.lease):
                     lease_seen = now
             except redis.RedisError as e:
-                log.warning("no heartbeat: %s", explain(e))
+                if broker_seen > lease_seen - BEAT_S:  # the first of an outage
+                    log.warning("no heartbeat: %s", explain(e))
                 lease_seen = now  # nobody knows
             if self._watch_lease and now - broker_seen > BROKER_GRACE_S:
                 reason = "the run is gone: its broker cannot be reached"
@@ -183,6 +199,15 @@ class Membership:
         else:
             return
         self._on_gone(reason)
+
+    def _look_for_restarts(self) -> None:
+        if self._on_restart is None:
+            return
+        for stage, member in read_members(self._client, self._keys, self._n_stages).items():
+            if member.state == "ready" and self._incarnations.get(stage) != member.incarnation:
+                if stage in self._incarnations:
+                    self._on_restart(stage)
+                self._incarnations[stage] = member.incarnation
 
     def _hold_lock(self) -> bool:
         """Renew the lock; take it again if the broker forgot it. False if it is another's."""
@@ -215,12 +240,14 @@ class Lease:
 
     def __init__(self, url: str, keys: Keys):
         self._client, self._keys = connect(url), keys
+        self._holder = f"{socket.gethostname()}:{os.getpid()}"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":
         try:
             self._set()
+            self._client.set(self._keys.owner, self._holder)
         except redis.RedisError as e:
             raise BrokerError(f"the run's lease cannot be written: {explain(e)}") from None
         self._thread.start()
@@ -236,14 +263,18 @@ class Lease:
         self._client.close()
 
     def _set(self) -> None:
-        self._client.set(self._keys.lease, f"{socket.gethostname()}:{os.getpid()}", px=int(LEASE_TTL_S * 1000))
+        self._client.set(self._keys.lease, self._holder, px=int(LEASE_TTL_S * 1000))
 
     def _renew(self) -> None:
+        renewed = True
         while not self._stop.wait(BEAT_S):
             try:
                 self._set()
+                renewed = True
             except redis.RedisError as e:
-                log.warning("the run's lease was not renewed: %s", explain(e))
+                if renewed:  # the first of an outage
+                    log.warning("the run's lease was not renewed: %s", explain(e))
+                renewed = False
 
 
 def read_member(client: redis.Redis, keys: Keys, stage: int) -> Member | None:
@@ -268,22 +299,25 @@ def resolve(client: redis.Redis, keys: Keys, name: str) -> Mapping[str, Any]:
     return json.loads(raw)
 
 
-def check_ready(members: Mapping[int, Member], plan: Plan) -> bool:
-    """True when every stage is ready and all of them hold `plan`, False while some are not there yet. Pure.
+def check_ready(members: Mapping[int, Member], plan: Plan, key_id: str = "") -> bool:
+    """True when every stage is ready and all of them hold `plan` and the secret `key_id`; False until they are. Pure.
 
-    Raises StageFailed for a stage that failed, PlanError for one whose plan differs or whose span does not fit the
-    others'.
+    Raises StageFailed for a stage that failed, PlanError for one with another plan, span or secret.
     """
     for stage, member in sorted(members.items()):
+        who = f"stage {stage} ({member.node})"
         if member.state == "failed":
-            raise StageFailed(f"stage {stage} ({member.node}) failed: {member.error}")
-        has_plan = bool(member.digest) or member.state == "ready"
-        if has_plan and (member.digest != plan.digest.hex() or member.span != _ends(plan.spans[stage])):
+            raise StageFailed(f"{who} failed: {member.error}")
+        if not member.digest and member.state != "ready":
+            continue  # it has not read its model yet
+        if member.digest != plan.digest.hex() or member.span != _ends(plan.spans[stage]):
             raise PlanError(
-                f"stage {stage} ({member.node}) has plan {member.digest[:8] or 'none'} and blocks {member.span}, "
+                f"{who} has plan {member.digest[:8] or 'none'} and blocks {member.span}, "
                 f"this run {plan.digest.hex()[:8]} and {_ends(plan.spans[stage])}: "
                 "start every stage with the same model, stages, split, wire, readout, context and slots"
             )
+        if member.key_id != key_id:
+            raise PlanError(f"{who} has another PP_SECRET than this run: give every stage the same 64 hex digits")
     return all(stage in members and members[stage].state == "ready" for stage in range(plan.n_stages))
 
 

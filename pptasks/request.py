@@ -11,6 +11,8 @@ from pptasks.wire import Sampling
 MAX_PROMPT_CHARS = 4 << 20
 MAX_MESSAGES = 4096
 MAX_TOKENS = 1 << 20
+MAX_TOP_K = 1 << 30
+MIN_TOP_P, MAX_TEMPERATURE = 1e-6, 100.0
 ROLES = ("system", "user", "assistant")
 
 
@@ -38,11 +40,11 @@ class Request:
             raise RequestError(f"give exactly one of prompt, messages and tokens, not {' and '.join(given) or 'none'}")
         {"prompt": self._check_prompt, "messages": self._check_messages, "tokens": self._check_tokens}[given[0]]()
         _whole("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _whole("top_k", self.top_k, 0, 1 << 30)
+        _whole("top_k", self.top_k, 0, MAX_TOP_K)
         if self.seed is not None:
             _whole("seed", self.seed, 0, (1 << 64) - 1)
-        _real("temperature", self.temperature, 0, 100)
-        _real("top_p", self.top_p, 1e-6, 1)
+        _real("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        _real("top_p", self.top_p, MIN_TOP_P, 1)
         if not isinstance(self.raw, bool):
             raise RequestError(f"raw is {_show(self.raw)}: give true or false")
 

@@ -28,12 +28,17 @@ class Piece:
     end: str | None = None
 
 
-def write(client: redis.Redis, keys: Keys, request_id: str, piece: Piece) -> None:
+def write(client: redis.Redis, keys: Keys, request_id: str, number: int, piece: Piece) -> None:
+    """Append the piece `number` (1, 2, ...) of a stream; a second copy of it changes nothing."""
     entry = {"end": piece.end} if piece.end else {"ids": piece.ids, "text": piece.text}
     with client.pipeline(transaction=False) as pipe:
-        pipe.xadd(keys.stream(request_id), {"e": json.dumps(entry)})
+        pipe.xadd(keys.stream(request_id), {"e": json.dumps(entry)}, id=f"{number}-1")
         pipe.expire(keys.stream(request_id), KEEP_S)
-        pipe.execute()
+        added, _ = pipe.execute(raise_on_error=False)
+    if isinstance(added, redis.ResponseError) and "equal or smaller" in str(added):
+        return  # it was written before, and the answer was lost
+    if isinstance(added, Exception):
+        raise added
 
 
 def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | None]:

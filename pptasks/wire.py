@@ -126,6 +126,11 @@ def short_id(name: str) -> bytes:
     return hashlib.blake2b(name.encode(), digest_size=ID_BYTES).digest()
 
 
+def key_id(secret: bytes) -> str:
+    """16 hex digits that tell one run's secret from another's, and nothing of the secret itself (32 random bytes)."""
+    return hashlib.blake2b(secret, digest_size=8, person=b"pptasks key id").hexdigest()
+
+
 def frame_bytes(lanes: int, rows: int, width: int, dtype: np.dtype) -> int:
     """Size of a frame on the wire."""
     return _HEADER.size + lanes * _LANE.size + rows * width * dtype.itemsize + TAG_BYTES

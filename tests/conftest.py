@@ -1,4 +1,4 @@
-"""Fixtures that every test may use. A missing golden or model skips on a laptop and fails in CI (CI=true)."""
+"""Fixtures that every test may use. A missing model skips on a laptop and fails in CI (CI=true)."""
 
 import os
 import time
@@ -46,10 +46,7 @@ def wait_until() -> WaitUntil:
 @pytest.fixture(scope="session")
 def goldens() -> Path:
     """Folder of the golden models and their expected tokens."""
-    folder = Path(__file__).parents[2] / "shared" / "goldens"
-    if not folder.is_dir():
-        _lacks("the golden models (a folder shared/goldens beside the repository)")
-    return folder
+    return Path(__file__).parent / "goldens"
 
 
 @pytest.fixture(scope="session")

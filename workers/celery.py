@@ -19,7 +19,7 @@ from celery.worker import state
 from pptasks.app import make_app
 from pptasks.config import Settings
 from pptasks.errors import ConfigError, PPError
-from pptasks.keys import Keys
+from pptasks.keys import Keys, stage_queue
 from pptasks.members import Membership
 from pptasks.sender import HopSender
 from workers.engine import Engine
@@ -55,6 +55,11 @@ class StageStep(bootsteps.StartStopStep):
     def _start(self, worker: Any) -> None:
         if settings.stage is None:
             raise ConfigError("STAGE is not set: give the index of the stage that this worker serves")
+        consumed, own = set(app.amqp.queues.consume_from), stage_queue(settings.stage)
+        if consumed != {own}:
+            raise ConfigError(
+                f"stage {settings.stage} would take from {', '.join(sorted(consumed))}: start it with -Q {own}"
+            )
         keys = Keys(settings.run)
         self._reporter = Reporter(app, keys, settings.broker)
         self._membership = Membership(

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from pptasks.config import Settings
@@ -22,7 +23,7 @@ from pptasks.plan import Plan, make_plan
 from pptasks.routing import HEAD, route
 from pptasks.sender import HopSender
 from pptasks.tasks import Hop, Submit
-from pptasks.wire import ErrorCode, Frame, Kind, encode, short_id
+from pptasks.wire import ErrorCode, Frame, Kind, encode, key_id, short_id
 from workers.clang import compiler, kernel_cache
 from workers.head import Head
 from workers.reporter import Reporter
@@ -53,7 +54,14 @@ class Stop:
     """Put into the inbox: leave the loop."""
 
 
-Item = Hop | Submit | Stop
+@dataclass(frozen=True)
+class Restarted:
+    """Put into the head's inbox: the worker of a stage is a new one."""
+
+    stage: int
+
+
+Item = Hop | Submit | Restarted | Stop
 
 
 class Engine:
@@ -108,7 +116,9 @@ class Engine:
         model = open_model(settings.model, settings.cache, self._progress)
         plan = make_plan(model, settings)
         span = plan.spans[index]
-        self._membership.update(digest=plan.digest.hex(), span=(span.lo, span.hi), n_blocks=plan.n_blocks)
+        self._membership.update(
+            key_id=key_id(self.secret), digest=plan.digest.hex(), span=(span.lo, span.hi), n_blocks=plan.n_blocks
+        )
         choose_compiler(settings)
         from workers.model import Slice  # imports tinygrad, which takes a second: say hello first
 
@@ -131,14 +141,16 @@ class Engine:
     def _make_head(self, stage: Stage, model: Model) -> Head:
         from pptasks.text import open_text  # only the head opens the tokenizer
 
-        everyone_ready = partial(self._membership.everyone_ready, stage.plan)
+        membership = self._membership
+        membership.watch_restarts(lambda stage: self.inbox.put(Restarted(stage)))
         return Head(
             stage,
             open_text(model),
             self._reporter,
-            self._settings.lap_deadline_s,
-            model.config.vocab_size,
-            everyone_ready,
+            lap_deadline_s=self._settings.lap_deadline_s,
+            vocab_size=model.config.vocab_size,
+            first_step=membership.broker_clock_us(),
+            everyone_ready=partial(membership.everyone_ready, stage.plan),
         )
 
     def _progress(self, phase: str, done: int, total: int) -> None:
@@ -149,14 +161,19 @@ class Engine:
             for item in items:
                 if isinstance(item, Submit):
                     self._submit(item, head)
+                elif isinstance(item, Restarted):
+                    if head is not None:
+                        head.stage_restarted(item.stage)
                 elif item.frame.kind is Kind.ACTIVATION and stage.index != HEAD:
                     self._step(stage, item.frame)
                 else:
                     self._receive(stage, head, item.frame)
             if head is not None:
                 self._schedule(stage, head)
+        if head is not None:
+            head.close()
 
-    def _drain(self) -> Iterator[list[Hop | Submit]]:
+    def _drain(self) -> Iterator[list[Hop | Submit | Restarted]]:
         """All that is in the inbox, as soon as there is something; nothing when a tick passes without."""
         while True:
             items = self._take(IDLE_S)

@@ -25,6 +25,8 @@ from workers.stage import Stage
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING = 4096  # requests that are accepted and have no slot yet
+
 
 @dataclass
 class Session:
@@ -51,20 +53,25 @@ class Head:
         stage: Stage,
         text: Text,
         reporter: Reporter,
+        *,
         lap_deadline_s: float,
         vocab_size: int,
+        first_step: int,
         everyone_ready: Callable[[], bool],
     ):
+        """first_step: laps are numbered on from it, above those of a head before. everyone_ready may raise PPError."""
         plan = stage.plan
         self._stage, self._text, self._reporter, self._vocab = stage, text, reporter, vocab_size
-        self._everyone_ready, self._open_for_all = everyone_ready, False
+        self._everyone_ready, self._open_for_all, self._problem = everyone_ready, False, ""
         self._hops = plan.n_stages if plan.n_stages > 1 else 0
         self._sessions: dict[bytes, Session] = {}
-        # Laps are numbered on from the clock, so that those of a head that is started again are newer than any before.
-        self._state = State(plan.slots, plan.max_rows, lap_deadline_s, next_step=time.time_ns() // 1000)
+        self._state = State(plan.slots, plan.max_rows, lap_deadline_s, next_step=first_step)
 
     def submit(self, celery_request: Any) -> None:
         """Take a request in, or report why not."""
+        if short_id(celery_request.id) in self._sessions:  # a publish that was repeated; the first copy will answer
+            log.warning("request %s came twice: the second is dropped", celery_request.id)
+            return
         try:
             session = self._open(celery_request)
         except PPError as e:
@@ -80,7 +87,7 @@ class Head:
     def next_batch(self) -> Batch | None:
         """What goes on the next lap now, on record as sent."""
         if not self._open_for_all and self._state.waiting:
-            self._open_for_all = self._everyone_ready()
+            self._open_for_all = self._is_everyone_ready()
         for sequence in self._state.admit() if self._open_for_all else ():
             session = self._sessions[sequence.short_id]
             session.started_at = time.monotonic()
@@ -112,15 +119,44 @@ class Head:
 
     def tick(self) -> None:
         """What time brings: laps past their deadline, requests that were revoked."""
-        for sequence, position in self._state.overdue(time.monotonic()):
+        if overdue := self._state.overdue(time.monotonic()):
+            self._is_everyone_ready()
+        for sequence, position in overdue:
             log.warning("request %s: a lap is overdue, sending again from position %d", sequence.request_id, position)
             self._again(sequence, position)
         for session in list(self._sessions.values()):
+            if not session.started_at:
+                session.celery.maybe_expire()  # then it is among the revoked
             if session.sequence.request_id in celery_state.revoked:
                 self._end(session, finish_reason="cancelled")
 
+    def stage_restarted(self, stage: int) -> None:
+        """Its KV cache is empty: every live sequence goes again from its first position."""
+        log.warning("stage %d was started again: sending %d live requests again", stage, len(self._state.live))
+        for sequence in self._state.live.values():
+            self._state.rewind(sequence, 0)
+            sequence.lost = 0
+
+    def close(self) -> None:
+        """The worker stops: whoever waits for an answer is told."""
+        for session in list(self._sessions.values()):
+            self._end(session, error=RequestFailed("the head was stopped before this request ended: send it again"))
+
+    def _is_everyone_ready(self) -> bool:
+        """Asks the broker. Why not, if a stage failed or differs, is logged once and remembered."""
+        try:
+            ready, problem = self._everyone_ready(), ""
+        except PPError as e:
+            ready, problem = False, str(e)
+            if problem != self._problem:
+                log.warning("requests wait: %s", problem)
+        self._problem = problem
+        return ready
+
     def _open(self, celery_request: Any) -> Session:
         """Raises RequestError."""
+        if len(self._state.waiting) >= MAX_WAITING:
+            raise RequestFailed(f"{MAX_WAITING} requests are waiting already: send it again later")
         args, kwargs, _ = celery_request._payload
         if args:
             raise RequestError(
@@ -142,8 +178,6 @@ class Head:
             stop_ids=self._text.stop_ids,
             sampling=request.sampling,
         )
-        if sequence.short_id in self._sessions:
-            raise RequestError(f"a request with the id {celery_request.id} is being served already")
         return Session(celery_request, sequence, self._text.decoder(), came_at=time.monotonic())
 
     def _encode(self, request: Request) -> list[int]:
@@ -189,9 +223,8 @@ class Head:
     def _again(self, sequence: Sequence, position: int) -> None:
         self._state.rewind(sequence, position)
         if sequence.lost > MAX_LOST:
-            error = RequestFailed(
-                f"{sequence.lost} laps in a row were lost or late: look at the stages' logs, or raise PP_LAP_DEADLINE"
-            )
+            why = self._problem or "look at the stages' logs, or raise PP_LAP_DEADLINE"
+            error = RequestFailed(f"{sequence.lost} laps in a row were lost or late: {why}")
             self._end(self._sessions[sequence.short_id], error=error)
 
     def _end(self, session: Session, *, finish_reason: str = "", error: PPError | None = None) -> None:

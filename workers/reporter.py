@@ -32,6 +32,7 @@ class Reporter:
     def __init__(self, app: Celery, keys: Keys, broker: str):
         self._app, self._keys = app, keys
         self._client = connect(broker)
+        self._pieces: dict[str, int] = {}  # written to the stream of each request
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="reporter", daemon=True)
         self._thread.start()
@@ -63,11 +64,16 @@ class Reporter:
                 except (redis.RedisError, OSError) as e:
                     log.warning("cannot report yet: %s", type(e).__name__)
                     time.sleep(_PAUSE_S)
+                except Exception:  # of one report; the next may do
+                    log.exception("a report is lost")
+                    break
             else:
                 log.error("a report is lost: the broker was away for too long")
 
     def _write_piece(self, request: Any, piece: Piece) -> None:
-        stream.write(self._client, self._keys, request.id, piece)
+        number = self._pieces.get(request.id, 0) + 1
+        stream.write(self._client, self._keys, request.id, number, piece)
+        self._pieces[request.id] = number
 
     def _write_started(self, request: Any) -> None:
         celery_state.task_accepted(request)
@@ -93,3 +99,4 @@ class Reporter:
     def _end(self, request: Any, piece: Piece, *, succeeded: bool) -> None:
         celery_state.task_ready(request, successful=succeeded)
         self._write_piece(request, piece)
+        del self._pieces[request.id]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pptasks.wire import Lane, Sampling
 
-MAX_LOST = 4  # laps of a sequence in a row; the fifth attempt is the last
+MAX_LOST = 2  # laps of a sequence in a row; the third attempt is the last
 LAPS_AHEAD = 4  # laps of one prompt under way at once, so that a long one cannot fill the broker
 
 

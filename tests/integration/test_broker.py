@@ -164,10 +164,11 @@ def test_purge_deletes_the_runs_keys_and_no_others(redis_url: str) -> None:
         purge(redis_url, "")
 
 
-def test_sweep_purges_runs_without_a_lease_and_nothing_else(redis_url: str) -> None:
+def test_sweep_purges_runs_whose_owner_is_gone_and_nothing_else(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        kept = ["pp:run-alive:lease", "pp:run-alive:stage0", "pp:by-hand:stage0", "run-dead", "pp:runs:x"]
-        for name in [*kept, "pp:run-dead:stage0", "pp:run-dead:_kombu.binding.stage0", "pp:run-gone:member:0"]:
+        alive = ["pp:run-alive:owner", "pp:run-alive:lease", "pp:run-alive:stage0"]
+        others = ["pp:run-production:stage0", "pp:run-production:celery-task-meta-1", "run-dead", "pp:runs:x"]
+        for name in [*alive, *others, "pp:run-dead:owner", "pp:run-dead:stage0", "pp:run-dead:_kombu.binding.stage0"]:
             client.set(name, "1")
-        assert sweep(redis_url, "run-") == 2
-        assert sorted(key.decode() for key in client.scan_iter()) == sorted(kept)
+        assert sweep(redis_url) == 1
+        assert sorted(key.decode() for key in client.scan_iter()) == sorted([*alive, *others])

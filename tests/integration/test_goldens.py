@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pptasks.modelinfo import Model
 from pptasks.models import open_model
 from tests.pipeline import Pipeline, logits_of
 
 SPLITS = ["6", "3,3", "2,2,2", "1,5", "4,1,1", "0,3,3", "1,1,1,1,1,1", "0,1,1,1,1,1,1"]
 SPLITS_OF_7 = ["7", "3,4", "2,2,3", "1,6", "5,1,1", "0,3,4", "1,1,1,1,1,1,1", "0,1,1,1,1,1,1,1"]
+N_REAL = 10  # tokens of the real model's answers
 CASES = [("llama-tied", s) for s in SPLITS] + [("llama-untied-sharded-bf16", s) for s in SPLITS_OF_7]
 
 
@@ -32,11 +34,12 @@ def test_every_split_yields_the_golden_tokens(goldens: Path, name: str, split: s
     )
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "llama-untied-sharded-bf16"])
-def test_logits_agree_with_the_golden(goldens: Path, name: str) -> None:
+@pytest.mark.parametrize("readout", ["first", "last"])
+@pytest.mark.parametrize(("name", "split"), CASES)
+def test_every_split_yields_the_golden_logits(goldens: Path, name: str, split: str, readout: str) -> None:
     golden = expected_of(goldens / name)
     expected = np.array(golden["logits_last"])
-    logits = logits_of(pipeline(goldens / name, "0,3,3" if name == "llama-tied" else "0,3,4"), golden["prompt_ids"])[-1]
+    logits = logits_of(pipeline(goldens / name, split, readout=readout), golden["prompt_ids"])[-1]
     assert np.abs(logits - expected).max() < 2e-3 * np.ptp(expected)
 
 
@@ -84,7 +87,15 @@ def swapped_stages(pipe: Pipeline) -> None:
     pipe.stages[1].slice, pipe.stages[2].slice = pipe.stages[2].slice, pipe.stages[1].slice
 
 
+def angles_off_by_one(pipe: Pipeline) -> None:
+    """RoPE turns by the angles of the position before; where keys and values are kept stays right. From position 4 on
+    only, as attention does not see a shift of all positions."""
+    rope = pipe.stages[1].slice._backend._rope  # type: ignore[attr-defined]
+    rope[4:] = rope[3:-1].copy()
+
+
 def positions_off_by_one(pipe: Pipeline) -> None:
+    """RoPE and KV cache alike take the position after."""
     whole = pipe.stages[1].slice.forward
     pipe.stages[1].slice.forward = lambda x, slots, positions: whole(x, slots, positions + (positions > 3))  # type: ignore[method-assign]
 
@@ -95,7 +106,7 @@ def another_slot(pipe: Pipeline) -> None:
     pipe.stages[1].slice.forward = lambda x, slots, positions: whole(x, slots + (len(x) == 1), positions)  # type: ignore[method-assign]
 
 
-MUTATIONS = [tokens_without_a_block, swapped_stages, positions_off_by_one, another_slot]
+MUTATIONS = [tokens_without_a_block, swapped_stages, angles_off_by_one, positions_off_by_one, another_slot]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS)
@@ -155,16 +166,38 @@ def test_the_real_model_takes_the_golden_tokens_where_they_are_clear(
         assert (chosen[clear] == np.array(case["greedy_ids"])[clear]).all()
 
 
-@pytest.mark.parametrize("wire", ["f32", "bf16"])
+STAGES = [2, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def real_model(smollm2_gguf: Path) -> Model:
+    return open_model(smollm2_gguf, cache=Path("/nonexistent"))
+
+
+@pytest.fixture(scope="module")
+def whole_answers(real_model: Model, real_goldens: list[dict]) -> list[list[int]]:
+    """What one stage answers to each golden prompt."""
+    pipe = Pipeline(real_model, wire="f32", context=256)
+    return [pipe.generate(case["prompt_ids"], N_REAL) for case in real_goldens]
+
+
+@pytest.mark.parametrize("stages", STAGES)
 def test_the_real_model_gives_the_same_tokens_for_any_number_of_stages(
-    smollm2_gguf: Path, real_goldens: list[dict], wire: str
+    real_model: Model, real_goldens: list[dict], whole_answers: list[list[int]], stages: int
 ) -> None:
-    prompt = real_goldens[0]["prompt_ids"]
-    model = open_model(smollm2_gguf, cache=Path("/nonexistent"))
-    pipes = {stages: Pipeline(model, stages=stages, wire=wire, context=256) for stages in (1, 2, 3, 5)}
-    answers = {stages: pipe.generate(prompt, 12) for stages, pipe in pipes.items()}
-    for stages, answer in answers.items():
-        assert answer == (answers[1] if wire == "f32" else in_one_process_that_rounds(pipes[stages], prompt, 12))
+    pipe = Pipeline(real_model, stages=stages, wire="f32", context=256)
+    assert len(real_goldens) == 5
+    assert [pipe.generate(case["prompt_ids"], N_REAL) for case in real_goldens] == whole_answers
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_a_bf16_wire_changes_the_real_models_tokens_by_its_rounding_only(
+    real_model: Model, real_goldens: list[dict], stages: int
+) -> None:
+    pipe = Pipeline(real_model, stages=stages, wire="bf16", context=256)
+    for case in real_goldens[:2]:
+        prompt = case["prompt_ids"]
+        assert pipe.generate(prompt, N_REAL) == in_one_process_that_rounds(pipe, prompt, N_REAL)
 
 
 def in_one_process_that_rounds(pipe: Pipeline, prompt: list[int], n: int) -> list[int]:

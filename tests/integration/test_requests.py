@@ -36,11 +36,12 @@ from workers.stage import Stage
 LONG = {"prompt": "Once upon a time", "raw": True, "max_tokens": 1500}
 
 
-@pytest.fixture(scope="module")
-def cluster(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """SmolLM2 over two stages, for all tests of this file."""
+@pytest.fixture(scope="module", params=["direct", "iroh"])
+def cluster(smollm2_gguf: Path, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """SmolLM2 over two stages, one cluster for all tests over the same link."""
     settings = replace(Settings.from_env(), model=str(smollm2_gguf), num_stages=2, wire="f32")
-    with LocalCluster(settings, make_plan(open_model(smollm2_gguf, settings.cache), settings), Options()) as cluster:
+    plan = make_plan(open_model(smollm2_gguf, settings.cache), settings)
+    with LocalCluster(settings, plan, Options(link=request.param)) as cluster:
         yield cluster
 
 

@@ -35,7 +35,7 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     assert (settings.stage, settings.num_stages, settings.model) == (None, 2, "smollm2:135m")
     assert (settings.split, settings.wire, settings.readout) == ("even", "bf16", "auto")
     assert (settings.context, settings.slots, settings.prefill_chunk) == (None, 4, 128)
-    assert (settings.lap_deadline_s, settings.lease, settings.secret, settings.cc) == (30.0, False, "", None)
+    assert (settings.lap_deadline_s, settings.lease, settings.secret, settings.cc) == (20.0, False, "", None)
 
 
 @pytest.mark.parametrize("settings", [Settings(), FULL, Settings(stage=0, num_stages=1)])

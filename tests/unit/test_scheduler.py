@@ -202,7 +202,7 @@ def test_after_a_lost_lap_the_next_has_twice_the_time_until_one_comes_back() -> 
         last = send(head, now=100.0)
         patience.append((next_deadline(head) - 100.0) / DEADLINE_S)
         head.rewind(one, 0)
-    assert patience == [1, 2, 4, 8, 16]
+    assert patience == [2**n for n in range(MAX_LOST + 1)]
     assert answer(head, last) == []  # it is late: the rewind has given it up
     assert answer(head, send(head)) == ["a"]
     send(head, now=200.0)
