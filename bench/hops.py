@@ -1,13 +1,13 @@
 """What a hop costs: the real two-stage decode against a bare redis-py LPUSH/BRPOP ring, in one run on one Redis.
 
     .venv/bin/python bench/hops.py [--pairs 3]
-    .venv/bin/python bench/hops.py --delay-proxy ../shared/tools/delay_proxy.py --rtt-ms 40
+    .venv/bin/python bench/hops.py --rtt-ms 40      # Redis behind bench/delay_proxy.py
 
 The ring has two processes and frames of the same size. It is measured twice: doing nothing between hops, and reading
 as many bytes between hops as a stage of SmolLM2 does, which leaves the caches as empty as a step leaves them. A hop
 of ours is (lap - sum of compute) / hops on the head's clock: sending, Redis, Celery's loop, checking, the inbox. It is
-measured for SmolLM2 and, where a model folder is given (--small), for one so small that the caches stay warm. With a
-delay proxy before Redis, hops are also given in round trips.
+measured for SmolLM2 and, where a model folder is given (--small), for one so small that the caches stay warm. With
+Redis far away, hops are also given in round trips.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -75,21 +76,19 @@ def ours(url: str, tokens: int, *model: str) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def far_away(url: str, proxy: str | None, rtt_ms: float) -> Iterator[str]:
-    """The URL of the same Redis through the delay proxy."""
-    if proxy is None:
+def far_away(url: str, rtt_ms: float) -> Iterator[str]:
+    """The URL of the same Redis, `rtt_ms` away."""
+    if not rtt_ms:
         yield url
         return
     parts, port = urlsplit(url), _free_port()
-    process = subprocess.Popen(
-        [sys.executable, proxy, str(port), str(parts.port), "--rtt-ms", str(rtt_ms)], stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    try:
-        yield url.replace(f":{parts.port}/", f":{port}/")
-    finally:
-        process.terminate()
-        process.wait()
+    argv = [sys.executable, str(Path(__file__).with_name("delay_proxy.py")), str(port), str(parts.port), str(rtt_ms)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        try:
+            yield url.replace(f":{parts.port}/", f":{port}/")
+        finally:
+            process.terminate()
 
 
 def main() -> None:
@@ -97,16 +96,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--small", help="folder of a very small model")
-    parser.add_argument("--delay-proxy", help="script that is called LISTEN_PORT TARGET_PORT --rtt-ms MS")
-    parser.add_argument("--rtt-ms", type=float, default=40.0)
+    parser.add_argument("--rtt-ms", type=float, default=0.0, help="put Redis that far away")
     args = parser.parse_args()
-    laps = 220 if args.delay_proxy is None else 60
+    laps = 60 if args.rtt_ms else 220
     rows: dict[str, list[tuple[float, float]]] = {}
 
     def measured(name: str, hop: tuple[float, float]) -> None:
         rows.setdefault(name, []).append(hop)
 
-    with EmbeddedBroker() as broker, far_away(broker.url, args.delay_proxy, args.rtt_ms) as url:
+    with EmbeddedBroker() as broker, far_away(broker.url, args.rtt_ms) as url:
         for _ in range(args.pairs):
             measured("bare ring, idle", bare_ring(url, laps))
             measured("bare ring, reading", bare_ring(url, laps, STAGE_BYTES))
@@ -118,7 +116,7 @@ def main() -> None:
         ratios = [
             statistics.median(a[0] / b[0] for a, b in zip(hops, rows[ring], strict=True)) for ring in list(rows)[:2]
         ]
-        trips = f", {p50 / args.rtt_ms / 1000:.2f} round trips" if args.delay_proxy else ""
+        trips = f", {p50 / args.rtt_ms / 1000:.2f} round trips" if args.rtt_ms else ""
         print(
             f"{name:22s} p50 {p50:7.0f} us  p99 {p99:7.0f} us  {ratios[0]:5.2f}x idle  {ratios[1]:5.2f}x reading{trips}"
         )

@@ -24,7 +24,7 @@ from orchestrator.job import Job, describe
 from orchestrator.progress import Display
 from pptasks.config import Settings
 from pptasks.errors import PPError, RequestFailed, StageFailed, UsageError
-from pptasks.modelinfo import Model, nbytes
+from pptasks.modelinfo import Model, memory_bytes, nbytes
 from pptasks.models import open_model
 from pptasks.plan import Plan, make_plan, split_sizes
 from pptasks.request import Request
@@ -117,16 +117,13 @@ def plan(as_json: bool, **given: Any) -> None:
         "also",
         "tensors",
         "bytes to load",
+        "bytes in memory",
         title=f"{model.name}: {made.n_blocks} blocks, {made.wire} on the wire",
     )
     for row in rows:
-        table.add_row(
-            str(row["stage"]),
-            "[{}, {})".format(*row["span"]).replace("[", r"\["),
-            row["also"],
-            str(row["tensors"]),
-            f"{row['bytes']:,}",
-        )
+        span = "[{}, {})".format(*row["span"]).replace("[", r"\[")
+        sizes = f"{row['bytes']:,}", f"{row['memory_bytes']:,}"
+        table.add_row(str(row["stage"]), span, row["also"], str(row["tensors"]), *sizes)
     Console().print(table)
 
 
@@ -263,6 +260,7 @@ def _stage_row(model: Model, plan: Plan, stage: int) -> dict[str, Any]:
         "also": ", ".join(also),
         "tensors": len(tensors),
         "bytes": nbytes(tensors),
+        "memory_bytes": memory_bytes(tensors),
     }
 
 

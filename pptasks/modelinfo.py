@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,11 @@ class Model:
         if readout:
             names |= {OUTPUT_NORM, EMBEDDING if self.config.tied else OUTPUT}
         return tuple(ref for name, ref in self.tensors.items() if name in names)
+
+
+def memory_bytes(tensors: Iterable[TensorRef]) -> int:
+    """Their bytes as a stage holds them: vectors and F32 in 4 bytes an element, all else in 2 (workers/weights.py)."""
+    return sum(prod(ref.shape) * (4 if len(ref.shape) == 1 or ref.dtype == "F32" else 2) for ref in tensors)
 
 
 def nbytes(tensors: Iterable[TensorRef]) -> int:

@@ -29,13 +29,15 @@ class Text:
     """Safe to share between threads.
 
     `bos_id`: the token that begins a text, or None. `stop_ids`: the tokens that end one. `vocab_size`: highest id + 1
-    of the tokenizer, at most the model's.
+    of the tokenizer, at most the model's. `longest_token`: characters of the longest entry, so that a text of n of them
+    is known to have about n / longest_token tokens at least, without tokenizing it.
     """
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.stop_ids = vocabulary.stop_ids
+        self.longest_token = max(map(len, vocabulary.tokenizer.get_vocab()), default=1)
         self._vocabulary = vocabulary
         self._lock = Lock()  # `encode_special_tokens` is a state of the tokenizer
 

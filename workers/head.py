@@ -185,6 +185,7 @@ class Head:
             if (largest := max(request.tokens)) >= self._vocab:
                 raise RequestError(f"token id {largest} is outside the vocabulary of {self._vocab}")
             return list(request.tokens)
+        self._check_length(request)
         if request.messages is not None:
             ids = self._text.encode_chat([dict(m) for m in request.messages])
         elif request.raw:
@@ -194,6 +195,13 @@ class Head:
         if not ids:
             raise RequestError("the prompt is empty: it has no tokens")
         return ids
+
+    def _check_length(self, request: Request) -> None:
+        """A text that no context could hold is refused before it is tokenized, which would hold every request up."""
+        chars = len(request.prompt or "") + sum(len(message["content"]) for message in request.messages or ())
+        context, least = self._stage.plan.context, chars // self._text.longest_token
+        if least > context:
+            raise RequestError(f"the prompt has at least {least} tokens, but the context holds {context}: shorten it")
 
     def _append(self, session: Session, ids: list[int]) -> None:
         sequence = session.sequence

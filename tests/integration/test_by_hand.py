@@ -12,8 +12,10 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
+from pptasks.app import make_app
+from pptasks.client import Client
 from pptasks.config import Settings
-from pptasks.errors import RequestFailed
+from pptasks.errors import RequestError, RequestFailed
 from tests.conftest import WaitUntil
 from tests.integration.hand import by_hand, send, stock_app
 
@@ -127,3 +129,19 @@ def test_without_a_queue_a_worker_takes_its_own(settings: Settings, app: Celery,
     with by_hand(0, settings, tmp_path / "0", ""), by_hand(1, settings, tmp_path / "1", ""):
         for _ in range(6):
             assert send(app, prompt="Say hello", max_tokens=3).get(timeout=30)["token_ids"]
+
+
+def test_a_text_that_no_context_could_hold_is_refused_at_once(settings: Settings, app: Celery, tmp_path: Path) -> None:
+    with by_hand(0, settings, tmp_path / "0"), by_hand(1, settings, tmp_path / "1"):
+        assert send(app, prompt="Say hello", max_tokens=1).get(timeout=30)
+        began = time.monotonic()
+        with pytest.raises(RequestError, match="at least"):
+            send(app, prompt="a b " * 1_000_000).get(timeout=10)
+        assert time.monotonic() - began < 2
+
+
+def test_a_stream_ends_also_when_celery_drops_the_request(settings: Settings, app: Celery, tmp_path: Path) -> None:
+    with by_hand(0, settings, tmp_path / "0"):
+        result = app.send_task("pptasks.generate", kwargs=LONG, queue="stage0", expires=-1)
+        pieces = Client(make_app(settings)).stream(result.id)
+        assert [piece for piece in pieces if piece is not None] == []
