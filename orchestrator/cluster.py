@@ -21,10 +21,11 @@ import redis
 from orchestrator.broker import EmbeddedBroker, check_broker, purge, sweep
 from orchestrator.process import Process
 from pptasks.config import Settings, child_environment
-from pptasks.connect import connect
+from pptasks.connect import connect, explain
 from pptasks.errors import BrokerError, LinkError, NotReady, StageFailed, StorageError
 from pptasks.keys import ENTRY, EXIT, Keys, stage_name, stage_queue
-from pptasks.members import Lease, Member, check_ready, explain, read_members, resolve
+from pptasks.members import Member, check_ready, read_members, resolve
+from pptasks.membership import Lease
 from pptasks.plan import Plan
 from pptasks.wire import key_id
 

@@ -12,10 +12,9 @@ from celery.result import AsyncResult
 from kombu.exceptions import OperationalError
 
 from pptasks import stream
-from pptasks.connect import connect
+from pptasks.connect import connect, explain
 from pptasks.errors import BrokerError, PPError, RequestFailed
 from pptasks.keys import Keys
-from pptasks.members import explain
 from pptasks.request import Request
 from pptasks.stream import Piece
 from pptasks.tasks import GENERATE

@@ -12,3 +12,8 @@ def connect(url: str) -> redis.Redis:
     return redis.Redis.from_url(
         url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=3, retry=Retry(NoBackoff(), 0)
     )
+
+
+def explain(error: Exception) -> str:
+    """A Redis error in one line that holds no password."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__

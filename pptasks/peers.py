@@ -1,6 +1,18 @@
 """What the two ends of a link are told and prove to each other: settings, keys, allow-list, proof of the secret.
 
-`pptasks/link.py` is the process at either end.
+`pptasks/link.py` is the process at either end. Its variables:
+
+| variable | end | meaning | default |
+|---|---|---|---|
+| PP_LINK_KEY | both | secret key of this end, 64 hex digits | none; needed |
+| PP_LINK_SECRET | both | 64 hex digits, the same at both ends | none; needed |
+| PP_LINK_TARGET | serve | the broker, host:port on a loopback address | none; needed |
+| PP_LINK_ALLOW | serve | path of the allow-list | none; needed |
+| PP_LINK_TICKET | connect | what the serving end printed | none; needed |
+| PP_LINK_PORT | connect | TCP port on 127.0.0.1; 0: a free one | 0 |
+| PP_LINK_RELAY | both | none, default (iroh's public relays), or URLs with commas between them | none |
+| PP_LINK_BIND | both | UDP host:port | 127.0.0.1:0; 0.0.0.0:0 with relays |
+| PP_LINK_DIE_WITH_PARENT | both | Linux: end with the process of this id; 1: whichever started it | unset |
 """
 
 import contextlib

@@ -20,7 +20,7 @@ from pptasks.app import make_app
 from pptasks.config import Settings
 from pptasks.errors import ConfigError, PPError
 from pptasks.keys import Keys, stage_queue
-from pptasks.members import Membership
+from pptasks.membership import Membership
 from pptasks.sender import HopSender
 from workers.engine import Engine
 from workers.reporter import Reporter

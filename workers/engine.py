@@ -16,7 +16,7 @@ from functools import partial
 from pptasks.config import Settings
 from pptasks.errors import BrokerError, ConfigError, PPError, RequestError, RequestFailed, WireError
 from pptasks.keys import stage_queue
-from pptasks.members import Membership
+from pptasks.membership import Membership
 from pptasks.modelinfo import Model
 from pptasks.models import open_model
 from pptasks.plan import Plan, make_plan

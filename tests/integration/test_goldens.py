@@ -9,6 +9,7 @@ import pytest
 from pptasks.modelinfo import Model
 from pptasks.models import open_model
 from tests.pipeline import Pipeline, logits_of
+from workers.stage import Stage
 
 SPLITS = ["6", "3,3", "2,2,2", "1,5", "4,1,1", "0,3,3", "1,1,1,1,1,1", "0,1,1,1,1,1,1"]
 SPLITS_OF_7 = ["7", "3,4", "2,2,3", "1,6", "5,1,1", "0,3,4", "1,1,1,1,1,1,1", "0,1,1,1,1,1,1,1"]
@@ -90,7 +91,12 @@ def swapped_stages(pipe: Pipeline) -> None:
 def angles_off_by_one(pipe: Pipeline) -> None:
     """RoPE turns by the angles of the position before; where keys and values are kept stays right. From position 4 on
     only, as attention does not see a shift of all positions."""
-    rope = pipe.stages[1].slice._backend._rope  # type: ignore[attr-defined]
+    for stage in pipe.stages:
+        turn_stage(stage)
+
+
+def turn_stage(stage: Stage) -> None:
+    rope = stage.slice._backend._rope  # type: ignore[attr-defined]
     rope[4:] = rope[3:-1].copy()
 
 
@@ -115,6 +121,14 @@ def test_a_mutation_is_noticed(goldens: Path, mutate: object) -> None:
     pipe = pipeline(goldens / "llama-tied", "2,2,2")
     mutate(pipe)  # type: ignore[operator]
     assert pipe.generate(golden["prompt_ids"], len(golden["greedy_ids"])) != golden["greedy_ids"]
+
+
+def test_the_logits_notice_wrong_angles_of_one_stage(goldens: Path) -> None:
+    golden = expected_of(goldens / "llama-tied")
+    expected = np.array(golden["logits_last"])
+    pipe = pipeline(goldens / "llama-tied", "2,2,2")
+    turn_stage(pipe.stages[1])
+    assert np.abs(logits_of(pipe, golden["prompt_ids"])[-1] - expected).max() > 2e-2 * np.ptp(expected)
 
 
 # ---- faults: lost and doubled frames ----

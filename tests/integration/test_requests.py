@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import kombu.pools
 import numpy as np
 import pytest
 import redis
@@ -25,11 +24,12 @@ from orchestrator.cluster import LocalCluster, Options
 from pptasks.config import Settings, child_environment
 from pptasks.errors import RequestError
 from pptasks.keys import Keys, stage_queue
-from pptasks.members import Membership
+from pptasks.membership import Membership
 from pptasks.models import open_model
 from pptasks.plan import make_plan
-from pptasks.wire import DTYPES, VERSION, Frame, Kind, Lane, Sampling, decode, encode, short_id
+from pptasks.wire import DTYPES, VERSION, Frame, Kind, Lane, Sampling, decode, encode, key_id, short_id
 from tests.conftest import WaitUntil
+from tests.integration.hand import by_hand, send, stock_app
 from tests.pipeline import load
 from workers.stage import Stage
 
@@ -49,23 +49,6 @@ def cluster(smollm2_gguf: Path, request: pytest.FixtureRequest) -> Iterator[Loca
 def producer(cluster: LocalCluster) -> Iterator[Celery]:
     with stock_app(cluster.settings.broker, cluster.keys.prefix) as app:
         yield app
-
-
-@contextlib.contextmanager
-def stock_app(url: str, key_prefix: str) -> Iterator[Celery]:
-    """A stock Celery app that knows nothing of pptasks but the task's name, the queue and the key prefix."""
-    app = Celery("somebody", broker=url, backend=url)
-    prefix = {"global_keyprefix": key_prefix}
-    app.conf.update(broker_transport_options=prefix, result_backend_transport_options=prefix)
-    yield app
-    app.backend.result_consumer.stop()
-    app.backend.client.close()
-    kombu.pools.reset()
-    app.close()
-
-
-def send(app: Celery, **kwargs: object) -> AsyncResult:
-    return app.send_task("pptasks.generate", kwargs=kwargs, queue=stage_queue(0))
 
 
 def test_any_producer_gets_an_answer(producer: Celery) -> None:
@@ -259,32 +242,6 @@ def test_malformed_messages_are_dropped_and_the_pipeline_goes_on(
 # ---- workers started by hand, as on other machines ----
 
 
-@contextlib.contextmanager
-def by_hand(stage: int, settings: Settings, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`celery -A workers worker` with its environment, as the README tells."""
-    argv = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "workers",
-        "worker",
-        "-Q",
-        f"stage{stage}",
-        "--pool",
-        "solo",
-        "-l",
-        "WARNING",
-    ]
-    with log.open("wb") as out:
-        worker = subprocess.Popen(argv, env=child_environment(replace(settings, stage=stage)), stdout=out, stderr=out)
-        try:
-            yield worker
-        finally:
-            worker.terminate()
-            worker.wait(10)
-
-
 @pytest.fixture
 def hand_settings(redis_url: str, goldens: Path) -> Settings:
     return replace(
@@ -317,7 +274,7 @@ def test_a_second_worker_of_a_stage_is_refused(hand_settings: Settings, tmp_path
         wait_until(lambda: client.exists("pp:by-hand:name:pp-exit"), timeout=30, what="stage 1 is ready")
         with by_hand(1, hand_settings, tmp_path / "second") as second:
             assert second.wait(20) == 1
-        assert f"is served by celery@{socket.gethostname()} (pid {first.pid}" in (tmp_path / "second").read_text()
+        assert f"is served by pp-stage-1@{socket.gethostname()} (pid {first.pid}" in (tmp_path / "second").read_text()
         assert first.poll() is None
         assert client.exists("pp:by-hand:lock:1")
 
@@ -337,10 +294,12 @@ class Stage1:
         self.n_frames = 0
 
     def serve(self, result: AsyncResult, copies_in: dict[int, int], copies_out: dict[int, int]) -> None:
-        """Until `result` is there. The nth frame is taken `copies_in[n]` times, its answer sent `copies_out[n]` times,
-        else once."""
-        self.n_frames = 0
+        """Until `result` is there, for 30 s at most. The nth frame is taken `copies_in[n]` times, its answer sent
+        `copies_out[n]` times, else once."""
+        self.n_frames, deadline = 0, time.monotonic() + 30
         while not result.ready():
+            if time.monotonic() > deadline:
+                pytest.fail(f"no result within 30 s, after {self.n_frames} frames")
             popped = self._client.brpop(f"{self._prefix}stage1", timeout=0.2)
             if popped is None:
                 continue
@@ -366,6 +325,7 @@ def head_alone(hand_settings: Settings, tmp_path: Path, wait_until: WaitUntil) -
             state="ready",
             digest=make_plan(open_model(settings.model, settings.cache), settings).digest.hex(),
             span=(3, 6),
+            key_id=key_id(settings.secret_bytes),
         )
         wait_until(lambda: client.exists("pp:by-hand:name:pp-entry"), timeout=30, what="stage 0 is ready")
         with stock_app(settings.broker, "pp:by-hand:") as app:
