@@ -12,7 +12,7 @@ from celery import Celery
 from celery.result import AsyncResult
 
 from pptasks.config import Settings, child_environment
-from pptasks.keys import stage_queue
+from pptasks.keys import stage_name, stage_queue
 
 
 @contextlib.contextmanager
@@ -35,7 +35,19 @@ def send(app: Celery, **kwargs: object) -> AsyncResult:
 @contextlib.contextmanager
 def by_hand(stage: int, settings: Settings, log: Path, queues: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """`celery -A workers worker` with its environment, as the README tells. queues: another `-Q`; "" for none."""
-    argv = [sys.executable, "-m", "celery", "-A", "workers", "worker", "--pool", "solo", "-l", "WARNING"]
+    argv = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "workers",
+        "worker",
+        "-n",
+        f"{stage_name(stage)}@%h",
+        "--pool",
+        "solo",
+    ]
+    argv += ["--without-gossip", "--without-mingle", "-l", "WARNING"]
     chosen = stage_queue(stage) if queues is None else queues
     env = child_environment(replace(settings, stage=stage))
     with log.open("wb") as out:
