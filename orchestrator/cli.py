@@ -219,8 +219,8 @@ def _request(prompt: str | None, chat: Path | None, tokens: str | None, raw: boo
     """Raises UsageError for a wrong combination, RequestError for a request that cannot be served."""
     if sum(x is not None for x in (prompt, chat, tokens)) > 1:
         raise UsageError("give one of PROMPT, --chat and --tokens")
-    if raw and prompt is None and (chat is not None or tokens is not None):
-        raise UsageError("--raw is for a PROMPT: a chat is always put into the template, and token ids never are")
+    if raw and chat is not None:
+        raise UsageError("--raw and --chat: a chat is always put into the model's template; give a PROMPT or --tokens")
     sampling = {n: given[n] for n in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
     if chat is not None:
         return Request(messages=_messages(chat), **sampling)

@@ -25,6 +25,7 @@ from workers.stage import Stage
 
 log = logging.getLogger(__name__)
 
+CHARS_AT_ONCE = 1 << 16  # are tokenized in some 50 ms
 MAX_WAITING = 4096  # requests that are accepted and have no slot yet
 
 
@@ -200,7 +201,7 @@ class Head:
         """A text that no context could hold is refused before it is tokenized, which would hold every request up."""
         chars = len(request.prompt or "") + sum(len(message["content"]) for message in request.messages or ())
         context, least = self._stage.plan.context, chars // self._text.longest_token
-        if least > context:
+        if chars > CHARS_AT_ONCE and least > context:
             raise RequestError(f"the prompt has at least {least} tokens, but the context holds {context}: shorten it")
 
     def _append(self, session: Session, ids: list[int]) -> None:

@@ -123,11 +123,14 @@ def test_a_prompt_that_is_no_unicode(tmp_path: Path, places: dict[str, str]) -> 
     assert_one_line(ended.stderr, "prompt", "Unicode")
 
 
-def test_a_prompt_that_is_longer_than_the_context(tmp_path: Path, places: dict[str, str]) -> None:
+@pytest.mark.parametrize(("chars", "told"), [(5000, "has 5000 tokens"), (1 << 20, "has at least")])
+def test_a_prompt_that_is_longer_than_the_context(
+    tmp_path: Path, places: dict[str, str], chars: int, told: str
+) -> None:
     argv = ("run", "-q", "--raw", "--stages", "1", "--context", "16", "--model", places["tied"])
-    ended = pp(tmp_path, *argv, stdin=b"a" * (1 << 20))
+    ended = pp(tmp_path, *argv, stdin=b"a" * chars)
     assert ended.code == FAILED
-    assert_one_line(ended.stderr, f"{1 << 20} tokens", "the context holds 16")
+    assert_one_line(ended.stderr, told, "the context holds 16")
     assert ended.stderr.count("\n") == 1
 
 
