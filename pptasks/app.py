@@ -8,7 +8,7 @@ from kombu import Exchange, Queue
 
 from pptasks.config import Settings
 from pptasks.keys import Keys, stage_queue
-from pptasks.tasks import GENERATE
+from pptasks.tasks import GENERATE, register
 
 RESULT_KEEP_S = 24 * 3600
 
@@ -16,7 +16,7 @@ RESULT_KEEP_S = 24 * 3600
 def make_app(settings: Settings) -> Celery:
     """A Celery app that speaks to the run `settings.run` on `settings.broker`. Opens no connection."""
     keys = Keys(settings.run)
-    app = Celery("pptasks", include=["pptasks.tasks"], set_as_current=False)
+    app = Celery("pptasks", set_as_current=False)
     app.conf.update(
         broker_url=settings.broker,
         broker_transport="pptasks.transport:Transport",
@@ -42,6 +42,7 @@ def make_app(settings: Settings) -> Celery:
         worker_disable_rate_limits=True,
         worker_cancel_long_running_tasks_on_connection_loss=False,
     )
+    register(app)
     app.settings = settings
     return app
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from celery import Task, shared_task
+from celery import Celery, Task
 from celery.worker import state
 from celery.worker import strategy as celery_strategy
 
@@ -92,9 +92,10 @@ def _no_body(*args: Any, **kwargs: Any) -> None:
     raise PPError("this task is served by a stage's worker: start one with `celery -A workers worker -Q stage0`")
 
 
-generate = shared_task(name=GENERATE, Strategy="pptasks.tasks:generate_strategy", acks_late=False, typing=False)(
-    _no_body
-)
-hop = shared_task(
-    name=HOP_TASK, Strategy="pptasks.tasks:hop_strategy", ignore_result=True, send_events=False, typing=False
-)(_no_body)
+def register(app: Celery) -> None:
+    """Add both tasks to `app`, and to no other app of the process."""
+    common = {"shared": False, "typing": False}
+    app.task(name=GENERATE, Strategy="pptasks.tasks:generate_strategy", acks_late=False, **common)(_no_body)
+    app.task(name=HOP_TASK, Strategy="pptasks.tasks:hop_strategy", ignore_result=True, send_events=False, **common)(
+        _no_body
+    )
