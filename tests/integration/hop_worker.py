@@ -31,9 +31,9 @@ def make_app(broker: str, prefix: str = "") -> Celery:
         task_publish_retry=False,
         worker_prefetch_multiplier=4,
     )
-    app.task(hop, name=HOP_TASK, Strategy="tests.integration.hop_worker:into_inbox")
-    app.task(add, name="test.add")
-    app.task(count_dropped, name="test.dropped")
+    app.task(hop, name=HOP_TASK, Strategy="tests.integration.hop_worker:into_inbox", shared=False)
+    app.task(add, name="test.add", shared=False)
+    app.task(count_dropped, name="test.dropped", shared=False)
     return app
 
 
