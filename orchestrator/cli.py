@@ -8,7 +8,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -188,24 +188,12 @@ def _cluster(given: Mapping[str, Any], console: Console) -> Iterator[tuple[Local
     """Model, plan, and a cluster that is ready; progress meanwhile."""
     settings = _settings(given)
     how = Options(given["broker"], given["broker_port"], given["link"], given["relay"], given["timeout"])
-    with Display(console, quiet=given["quiet"]) as display:
-        model = open_model(settings.model, settings.cache, display.progress)
-        cluster = LocalCluster(settings, make_plan(model, settings), how, display.members)
-        entered = cluster.__enter__()
-    with _leaving(entered):
-        yield entered, model
-
-
-@contextmanager
-def _leaving(cluster: LocalCluster) -> Iterator[None]:
-    """Leave a cluster that was entered elsewhere."""
-    try:
-        yield
-    except BaseException:
-        if not cluster.__exit__(*sys.exc_info()):
-            raise
-    else:
-        cluster.__exit__(None, None, None)
+    with ExitStack() as stack:
+        with Display(console, quiet=given["quiet"]) as display:
+            model = open_model(settings.model, settings.cache, display.progress)
+            cluster = LocalCluster(settings, make_plan(model, settings), how, display.members)
+            stack.enter_context(cluster)
+        yield cluster, model
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:

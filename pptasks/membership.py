@@ -128,6 +128,7 @@ class Membership:
 
     def _beat(self) -> None:
         broker_seen = lease_seen = time.monotonic()
+        outage = False
         while not self._stop.is_set():
             now = time.monotonic()
             try:
@@ -136,13 +137,13 @@ class Membership:
                     break
                 self._publish()
                 self._look_for_restarts()
-                broker_seen = now
+                broker_seen, outage = now, False
                 if not self._watch_lease or self._client.exists(self._keys.lease):
                     lease_seen = now
             except redis.RedisError as e:
-                if broker_seen > lease_seen - BEAT_S:  # the first of an outage
+                if not outage:
                     log.warning("no heartbeat: %s", explain(e))
-                lease_seen = now  # nobody knows
+                lease_seen, outage = now, True  # whether the lease is there, nobody knows
             if self._watch_lease and now - broker_seen > BROKER_GRACE_S:
                 reason = "the run is gone: its broker cannot be reached"
                 break

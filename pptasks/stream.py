@@ -32,9 +32,11 @@ def write(client: redis.Redis, keys: Keys, request_id: str, number: int, piece: 
     """Append the piece `number` (1, 2, ...) of a stream; a second copy of it changes nothing."""
     entry = {"end": piece.end} if piece.end else {"ids": piece.ids, "text": piece.text}
     with client.pipeline(transaction=False) as pipe:
+        if number == 1:  # of a request that was sent before under the same id
+            pipe.delete(keys.stream(request_id))
         pipe.xadd(keys.stream(request_id), {"e": json.dumps(entry)}, id=f"{number}-1")
         pipe.expire(keys.stream(request_id), KEEP_S)
-        added, _ = pipe.execute(raise_on_error=False)
+        *_, added, _ = pipe.execute(raise_on_error=False)
     if isinstance(added, redis.ResponseError) and "equal or smaller" in str(added):
         return  # it was written before, and the answer was lost
     if isinstance(added, Exception):

@@ -36,7 +36,6 @@ class Session:
     celery: Any  # celery.worker.request.Request
     sequence: Sequence
     decoder: Decoder
-    came_at: float
     started_at: float = 0.0
     first_at: float = 0.0
     text: list[str] = field(default_factory=list)
@@ -179,7 +178,7 @@ class Head:
             stop_ids=self._text.stop_ids,
             sampling=request.sampling,
         )
-        return Session(celery_request, sequence, self._text.decoder(), came_at=time.monotonic())
+        return Session(celery_request, sequence, self._text.decoder())
 
     def _encode(self, request: Request) -> list[int]:
         if request.tokens is not None:
