@@ -5,6 +5,7 @@ Pure. A plan that does not tile is refused here, because a pipeline that skips a
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import Any
 
 from pptasks.config import Settings
 from pptasks.errors import PlanError
-from pptasks.modelinfo import Model
+from pptasks.modelinfo import Model, memory_bytes
 from pptasks.wire import DIGEST_BYTES, DTYPES, max_rows
 
 DEFAULT_CONTEXT = 2048
@@ -52,6 +53,7 @@ class Plan:
     context: int  # positions that a slot holds
     slots: int  # sequences in flight
     max_rows: int  # most rows of a frame
+    weights: str = "16bit"  # how quantised weights are held: 16bit, quantized
 
     def __post_init__(self) -> None:
         check_tiling(self.spans, self.n_blocks)
@@ -97,23 +99,80 @@ def make_plan(model: Model, settings: Settings) -> Plan:
         raise PlanError(
             f"context {settings.context} is more than the {config.context} positions that {model.name} was trained for"
         )
-    rows = min(settings.prefill_chunk, max_rows(config.dim, DTYPES[settings.wire], settings.slots))
+    rows = min(settings.prefill_chunk, max_rows(config.dim, DTYPES["f32"], settings.slots))  # a TRACE is float32
     if rows < 1:
         raise PlanError(
             f"not one hidden state of width {config.dim} with {settings.slots} lanes fits a frame: use fewer slots"
         )
-    stages, tied = settings.num_stages, "first" if config.tied else "last"
-    readout = settings.readout if settings.readout != "auto" else tied
-    return Plan(
-        spans=partition(config.n_blocks, stages, settings.split, *_parameter_costs(model, stages, readout)),
+    readout = settings.readout if settings.readout != "auto" else "first" if config.tied else "last"
+    context = settings.context or min(DEFAULT_CONTEXT, config.context)
+    plan = Plan(
+        spans=_spans_of(model, settings, readout, context),
         n_blocks=config.n_blocks,
         fingerprint=model.fingerprint,
         wire=settings.wire,
         readout=readout,
-        context=settings.context or min(DEFAULT_CONTEXT, config.context),
+        context=context,
         slots=settings.slots,
         max_rows=rows,
+        weights=settings.weights,
     )
+    _check_memory(model, plan, settings)
+    return plan
+
+
+def stage_bytes(model: Model, plan: Plan, stage: int) -> int:
+    """What a stage holds in memory for as long as it runs: its weights and its KV cache (float32)."""
+    span = plan.spans[stage]
+    tensors = model.stage_tensors(span.lo, span.hi, embedding=stage == 0, readout=stage == plan.readout_stage)
+    return memory_bytes(tensors, plan.weights) + len(span) * _cache_bytes(model, plan.slots, plan.context)
+
+
+def _cache_bytes(model: Model, slots: int, context: int) -> int:
+    """Keys and values of one block."""
+    return 2 * 4 * slots * context * model.config.n_kv_heads * model.config.head_dim
+
+
+def _spans_of(model: Model, settings: Settings, readout: str, context: int) -> tuple[Span, ...]:
+    n_blocks, stages = model.config.n_blocks, settings.num_stages
+    if settings.split != "auto" or settings.memory is None:
+        return partition(n_blocks, stages, settings.split, *_parameter_costs(model, stages, readout))
+    sizes = memory_sizes(settings.memory, stages)
+    cache = _cache_bytes(model, settings.slots, context)
+    blocks = [memory_bytes(model.block_tensors(i), settings.weights) + cache for i in range(n_blocks)]
+    extra = [0] * stages
+    for stage in {0, 0 if readout == "first" else stages - 1}:
+        reads = stage == (0 if readout == "first" else stages - 1)
+        tensors = model.stage_tensors(0, 0, embedding=stage == 0, readout=reads)
+        extra[stage] = memory_bytes(tensors, settings.weights)
+    return partition(n_blocks, stages, "auto", blocks, extra, sizes)
+
+
+def _check_memory(model: Model, plan: Plan, settings: Settings) -> None:
+    if settings.memory is None:
+        return
+    for stage, size in enumerate(memory_sizes(settings.memory, plan.n_stages)):
+        need = stage_bytes(model, plan, stage)
+        if need > size:
+            who = f"stage {stage} with blocks {plan.spans[stage]}"
+            raise PlanError(
+                f"{who} needs {need / 1e9:.2f} GB for weights and KV cache, and has {size / 1e9:.2f} GB: use more stages, --split auto, fewer slots, a smaller context, "
+                "or --weights quantized"
+            )
+
+
+def memory_sizes(memory: str, stages: int) -> list[int]:
+    """Bytes in "8G,24G" (K, M, G, T are powers of 1024; one size stands for every stage). Raises PlanError."""
+    pattern = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+    parts = [pattern.fullmatch(part.strip()) for part in memory.split(",")]
+    if not all(parts):
+        raise PlanError(f"memory {memory!r} is no list of sizes such as 8G,24G")
+    sizes = [int(float(m[1]) * 1024 ** " KMGT".index(m[2].upper() or " ")) for m in parts if m]
+    if len(sizes) == 1:
+        sizes *= stages
+    if len(sizes) != stages or 0 in sizes:
+        raise PlanError(f"memory {memory!r} names {len(sizes)} sizes for {stages} stages; give one above 0 for each")
+    return sizes
 
 
 def _parameter_costs(model: Model, stages: int, readout: str) -> tuple[list[float], list[float]]:
@@ -136,14 +195,19 @@ def check_tiling(spans: Sequence[Span], n_blocks: int) -> None:
 
 
 def partition(
-    n_blocks: int, stages: int, split: str, block_costs: Sequence[float], readout_costs: Sequence[float]
+    n_blocks: int,
+    stages: int,
+    split: str,
+    block_costs: Sequence[float],
+    readout_costs: Sequence[float],
+    capacities: Sequence[float] | None = None,
 ) -> tuple[Span, ...]:
     """Cut `n_blocks` blocks into `stages` spans.
 
-    `split` is "even" (blocks // stages each, the remainder on the last), "auto" (the largest cost of a stage is as
-    small as it can be) or the blocks of each stage, "10,10,10". `block_costs` has one cost a block, `readout_costs`
-    one a stage for what it holds besides. Raises PlanError for a split that does not tile, or more stages than blocks
-    + 1.
+    `split` is "even" (blocks // stages each, the remainder on the last), "auto" (the largest cost of a stage, by its
+    capacity, is as small as it can be) or the blocks of each stage, "10,10,10". `block_costs` has one cost a block,
+    `readout_costs` one a stage for what it holds besides, `capacities` one a stage, equal if not given. Raises
+    PlanError for a split that does not tile, or more stages than blocks + 1.
     """
     if split not in ("even", "auto"):
         return _given(n_blocks, stages, split)
@@ -157,7 +221,7 @@ def partition(
         each = n_blocks // stages
         sizes = [each] * (stages - 1) + [n_blocks - each * (stages - 1)]
     else:
-        sizes = _balanced(stages, block_costs, readout_costs)
+        sizes = _balanced(block_costs, readout_costs, capacities or [1.0] * stages)
     return _spans(sizes)
 
 
@@ -187,17 +251,17 @@ def _spans(sizes: Sequence[int]) -> tuple[Span, ...]:
     return tuple(Span(lo, hi) for lo, hi in pairwise(edges))
 
 
-def _balanced(stages: int, costs: Sequence[float], extra: Sequence[float]) -> list[int]:
-    """Blocks of each stage such that the largest stage cost is least, and among those the sum of squares."""
-    largest = _best_cut(stages, costs, extra, lambda total, cost: max(total, cost), None)[0]
-    return _best_cut(stages, costs, extra, lambda total, cost: total + cost * cost, largest)[1]
+def _balanced(costs: Sequence[float], extra: Sequence[float], capacities: Sequence[float]) -> list[int]:
+    """Blocks of each stage such that the largest load of a stage is least, and among those the sum of squares."""
+    largest = _best_cut(costs, extra, capacities, lambda total, load: max(total, load), None)[0]
+    return _best_cut(costs, extra, capacities, lambda total, load: total + load * load, largest)[1]
 
 
 def _best_cut(
-    stages: int, costs: Sequence[float], extra: Sequence[float], join: Any, limit: float | None
+    costs: Sequence[float], extra: Sequence[float], capacities: Sequence[float], join: Any, limit: float | None
 ) -> tuple[float, list[int]]:
     """Dynamic programming over the cuts: best[k] = (value, sizes) with k blocks dealt to the stages so far."""
-    n, prefix = len(costs), [0.0]
+    n, stages, prefix = len(costs), len(extra), [0.0]
     for c in costs:
         prefix.append(prefix[-1] + c)
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
@@ -205,10 +269,10 @@ def _best_cut(
         after: dict[int, tuple[float, list[int]]] = {}
         for start, (value, sizes) in best.items():
             for end in range(start + (stage > 0), n - (stages - 1 - stage) + 1):
-                cost = prefix[end] - prefix[start] + extra[stage]
-                if limit is not None and cost > limit:
+                load = (prefix[end] - prefix[start] + extra[stage]) / capacities[stage]
+                if limit is not None and load > limit:
                     continue
-                joined = join(value, cost)
+                joined = join(value, load)
                 if end not in after or joined < after[end][0]:
                     after[end] = (joined, [*sizes, end - start])
         best = after

@@ -20,14 +20,15 @@ ROLES = ("system", "user", "assistant")
 class Request:
     """Exactly one of `prompt` (text), `messages` (a chat) and `tokens` (ids).
 
-    A prompt is put into the model's chat template as a user's message unless `raw`. Raises RequestError, naming the
-    parameter.
+    A prompt is put into the model's chat template as a user's message unless `raw`. With `verify`, the head computes
+    the answer again with every layer, and the result tells what differed. Raises RequestError, naming the parameter.
     """
 
     prompt: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
     tokens: tuple[int, ...] | None = None
     raw: bool = False
+    verify: bool = False
     max_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
@@ -45,8 +46,9 @@ class Request:
             _whole("seed", self.seed, 0, (1 << 64) - 1)
         _real("temperature", self.temperature, 0, MAX_TEMPERATURE)
         _real("top_p", self.top_p, MIN_TOP_P, 1)
-        if not isinstance(self.raw, bool):
-            raise RequestError(f"raw is {_show(self.raw)}: give true or false")
+        for name in ("raw", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {_show(getattr(self, name))}: give true or false")
 
     @property
     def sampling(self) -> Sampling:

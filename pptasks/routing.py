@@ -23,7 +23,7 @@ def route(plan: Plan, stage: int, kind: Kind) -> int:
     """The stage to which `stage` sends a frame of `kind`. Raises RoutingError if there is none."""
     if not 0 <= stage < plan.n_stages:
         raise RoutingError(f"stage {stage} is not in a plan of {plan.n_stages} stages")
-    if kind is Kind.ERROR:
+    if kind in (Kind.ERROR, Kind.TRACE):
         return HEAD
     if kind is not produces(plan, stage):
         raise RoutingError(

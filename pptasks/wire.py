@@ -2,8 +2,9 @@
 
 Layout, little-endian, in this order:
 
-    header   72 bytes       magic "PPTF", version u8, kind u8, dtype u8, error code u8, plan digest 16s, run 16s,
-                            step u64, compute us u64, lanes u32, rows u32, width u32, payload bytes u32
+    header   76 bytes       magic "PPTF", version u8, kind u8, dtype u8, error code u8, sender u16, flags u16,
+                            plan digest 16s, run 16s, step u64, compute us u64, lanes u32, rows u32, width u32,
+                            payload bytes u32
     lanes    64 bytes each  request 16s, attempt u32, slot u32, position u32, length u32, readout u32,
                             temperature f64, top_k u32, top_p f64, seed u64
     payload                 rows x width values of dtype, C order
@@ -27,16 +28,17 @@ import numpy as np
 from pptasks.errors import BadTag, MalformedFrame, VersionMismatch
 
 MAGIC = b"PPTF"
-VERSION = 1
+VERSION = 2
 TAG_BYTES = 32
 MAX_LANES = 1024
 MAX_FRAME_BYTES = 16 << 20
 ID_BYTES = 16
 DIGEST_BYTES = 16
 
-_HEADER = struct.Struct("<4sBBBB16s16sQQIIII")
+_HEADER = struct.Struct("<4sBBBBHH16s16sQQIIII")
 _LANE = struct.Struct("<16sIIIIIdIdQ")
 _VERSION_AT = 4
+_TRACED = 1
 
 
 class Kind(IntEnum):
@@ -44,6 +46,7 @@ class Kind(IntEnum):
     RETURN = 2  # hidden state of the read-out rows, on its way back to the head of a ring
     TOKENS = 3  # one sampled id for each read-out row, on its way back to the head of a line
     ERROR = 4  # these lanes were not computed; the payload is a message in UTF-8
+    TRACE = 5  # what the sender's blocks gave for every row, float32 and not rounded: for the head, which verifies
 
 
 class ErrorCode(IntEnum):
@@ -66,6 +69,7 @@ _KIND_DTYPES = {
     Kind.RETURN: {DTYPES[n] for n in ("f32", "bf16", "f16")},
     Kind.TOKENS: {DTYPES["i32"]},
     Kind.ERROR: {DTYPES["u8"]},
+    Kind.TRACE: {DTYPES["f32"]},
 }
 
 
@@ -107,13 +111,15 @@ class Frame:
     lanes: tuple[Lane, ...]
     payload: np.ndarray
     error: ErrorCode = ErrorCode.NONE
+    sender: int = 0  # the stage that made it
+    traced: bool = False  # whoever computes this lap also sends a TRACE to the head
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Frame):
             return NotImplemented
         same = all(
             getattr(self, n) == getattr(other, n)
-            for n in ("kind", "plan", "run", "step", "compute_us", "lanes", "error")
+            for n in ("kind", "plan", "run", "step", "compute_us", "lanes", "error", "sender", "traced")
         )
         mine, theirs = self.payload, other.payload
         return same and mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
@@ -158,6 +164,8 @@ def encode(frame: Frame, secret: bytes) -> bytes:
         frame.kind,
         _CODE_OF[payload.dtype],
         frame.error,
+        frame.sender,
+        _TRACED if frame.traced else 0,
         frame.plan,
         frame.run,
         frame.step,
@@ -207,13 +215,17 @@ def _keyed(secret: bytes) -> hmac.HMAC:
 
 
 def _unpack(view: memoryview) -> Frame:
-    _, _, kind, code, error, plan, run, step, compute_us, n_lanes, rows, width, nbytes = _HEADER.unpack_from(view)
+    _, _, kind, code, error, sender, flags, plan, run, step, compute_us, n_lanes, rows, width, nbytes = (
+        _HEADER.unpack_from(view)
+    )
     try:
         kind, error, dtype = Kind(kind), ErrorCode(error), _DTYPE_OF[code]
     except (ValueError, KeyError):
         raise MalformedFrame(
             f"a frame with kind {kind}, error code {error}, dtype {code}: not known to version {VERSION}"
         ) from None
+    if flags & ~_TRACED:
+        raise MalformedFrame(f"a frame with flags {flags:#x}: not known to version {VERSION}")
     if n_lanes > MAX_LANES:
         raise MalformedFrame(f"a frame with {n_lanes} lanes; at most {MAX_LANES}")
     if nbytes != rows * width * dtype.itemsize or len(view) != frame_bytes(n_lanes, rows, width, dtype):
@@ -222,7 +234,7 @@ def _unpack(view: memoryview) -> Frame:
     lanes = tuple(_unpack_lane(view, at) for at in range(_HEADER.size, start, _LANE.size))
     _check(kind, dtype, lanes, rows, width, len(view))
     payload = np.frombuffer(view, dtype, rows * width, start).reshape(rows, width)
-    return Frame(kind, plan, run, step, compute_us, lanes, payload, error)
+    return Frame(kind, plan, run, step, compute_us, lanes, payload, error, sender, bool(flags & _TRACED))
 
 
 def _pack_lane(lane: Lane) -> bytes:
@@ -278,6 +290,6 @@ def _check(kind: Kind, dtype: np.dtype, lanes: tuple[Lane, ...], rows: int, widt
 
 def _rows_of(kind: Kind, lanes: tuple[Lane, ...]) -> int:
     """Rows of the payload."""
-    if kind is Kind.ACTIVATION:
+    if kind in (Kind.ACTIVATION, Kind.TRACE):
         return sum(lane.length for lane in lanes)
     return 1 if kind is Kind.ERROR else sum(lane.readout for lane in lanes)

@@ -1,18 +1,17 @@
-"""What we know about each family of models, as data: how its configuration is spelled, and which tensors it has.
+"""What a family of models is, as data: how its configuration is spelled, and which tensors it has.
 
-A new family is a new `Family` beside LLAMA and an entry in FAMILIES. Nothing here reads a file: `models.py` does, and
-asks. A property that changes the result and that we do not compute is refused by name; ignored, it would still write
-fluent text.
+Nothing here reads a file: `models.py` does, and asks. A property that changes the result and that we do not compute is
+refused by name; ignored, it would still write fluent text.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pptasks.errors import ModelFileError, Unsupported
-from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, ModelConfig
+from pptasks.modelinfo import ModelConfig, Rope
 
 Shapes = Mapping[str, tuple[int, ...]]  # the file's own tensor names -> row-major shape
 
@@ -39,7 +38,7 @@ class Fields:
         value = self.get(name)
         value = default if value is None else value
         if type(value) is not int or not 1 <= value <= hi:
-            raise ModelFileError(f"{self.source}: {self.prefix}{name} is {_short(value)}, not an integer of 1 to {hi}")
+            raise ModelFileError(f"{self.source}: {self.prefix}{name} is {short(value)}, not an integer of 1 to {hi}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -47,7 +46,7 @@ class Fields:
         value = self.get(name)
         value = default if value is None else value
         if type(value) not in (int, float) or value is None or not 0 < value < math.inf:
-            raise ModelFileError(f"{self.source}: {self.prefix}{name} is {_short(value)}, not a number above 0")
+            raise ModelFileError(f"{self.source}: {self.prefix}{name} is {short(value)}, not a number above 0")
         return float(value)
 
     def neutral(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
@@ -55,11 +54,11 @@ class Fields:
         for name, values in allowed.items():
             value = self.get(name)
             if value is not None and value not in values:
-                wanted = " or ".join(_short(v) for v in values) or "nothing"
-                raise Unsupported(f"{self.source}: {self.prefix}{name} is {_short(value)}; supported: {wanted}")
+                wanted = " or ".join(short(v) for v in values) or "nothing"
+                raise Unsupported(f"{self.source}: {self.prefix}{name} is {short(value)}; supported: {wanted}")
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = "missing" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -72,33 +71,38 @@ class TensorSpec:
     hf: str
     shape: tuple[str, ...]  # row-major, in the words of `dims`
     rotary_heads: str = ""  # "n_heads" or "n_kv_heads": GGUF stores its rows with interleaved rotary pairs
+    optional: bool = False  # the file decides, for all blocks alike
+    conv1d: bool = False  # may be stored as (in, out): the file decides, for all such tensors alike
+    parts: tuple[tuple[str, str], ...] = ()  # of a fused tensor: (canonical name, rows in the words of `dims`)
+
+    def of_block(self, i: int) -> "TensorSpec":
+        parts = tuple((name.format(i=i), rows) for name, rows in self.parts)
+        return replace(self, name=self.name.format(i=i), hf=self.hf.format(i=i), parts=parts)
 
 
 @dataclass(frozen=True)
 class Family:
-    architecture: str  # the canonical name, and GGUF's `general.architecture`
+    """One kind of transformer. Its blocks are computed by the code of all (workers/): ModelConfig says what differs."""
+
+    name: str
     hf_model_type: str
     hf_class: str
     config_from_hf: Callable[[Fields, Shapes], ModelConfig]  # config.json
-    config_from_gguf: Callable[[Fields, Shapes], ModelConfig]  # metadata under "{architecture}."
-    embedding: TensorSpec
+    config_from_gguf: Callable[[Fields, Shapes], ModelConfig]  # metadata under "{name}."
+    embedding: tuple[TensorSpec, ...]
     block: tuple[TensorSpec, ...]
     readout: tuple[TensorSpec, ...]  # the output head last
+    in_gguf: bool = True  # GGUF has an architecture of this name
+    hf_prefixes: tuple[str, ...] = ("",)  # that stand before all names of a folder's tensors; the first that fits
     hf_ignored: tuple[str, ...] = ()  # suffixes of tensors that carry no weight
-
-    def specs(self, config: ModelConfig) -> Iterator[TensorSpec]:
-        """Every tensor a model of this configuration has, with `{i}` filled in."""
-        yield self.embedding
-        for i in range(config.n_blocks):
-            for s in self.block:
-                yield TensorSpec(s.name.format(i=i), s.hf.format(i=i), s.shape, s.rotary_heads)
-        yield from self.readout[:-1] if config.tied else self.readout
 
 
 def dims(config: ModelConfig) -> Mapping[str, int]:
     """The words in which a TensorSpec gives its shape."""
     c = config
-    return {"V": c.vocab_size, "D": c.dim, "Q": c.n_heads * c.head_dim, "KV": c.n_kv_heads * c.head_dim, "F": c.ffn_dim}
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    sizes = {"V": c.vocab_size, "D": c.dim, "Q": q, "KV": kv, "QKV": q + 2 * kv, "F": c.ffn_dim}
+    return sizes | {"Hd": c.head_dim, "Hd/2": c.head_dim // 2, "T": c.context}
 
 
 def check(config: ModelConfig, source: Path) -> ModelConfig:
@@ -107,12 +111,13 @@ def check(config: ModelConfig, source: Path) -> ModelConfig:
         raise ModelFileError(
             f"{source}: {config.n_heads} heads cannot share {config.n_kv_heads} key/value heads evenly"
         )
-    if config.head_dim % 2:
+    if config.rope and config.head_dim % 2:
         raise ModelFileError(f"{source}: head width {config.head_dim} is odd; rotary pairs need an even one")
     return config
 
 
-def _head_dim(fields: Fields, name: str, dim: int, n_heads: int) -> int:
+def head_dim(fields: Fields, name: str, dim: int, n_heads: int) -> int:
+    """The width of a head that `name` gives, or an even share of the hidden state."""
     if fields.get(name) is None and dim % n_heads:
         raise ModelFileError(
             f"{fields.source}: width {dim} is not a multiple of {n_heads} heads, and {fields.prefix}{name} is missing"
@@ -120,103 +125,60 @@ def _head_dim(fields: Fields, name: str, dim: int, n_heads: int) -> int:
     return fields.integer(name, MAX_WIDTH, max(1, dim // n_heads))
 
 
-def _hf_rope_theta(fields: Fields) -> float:
+def rope_from_hf(fields: Fields) -> Rope:
     """Both spellings: `rope_theta` + `rope_scaling`, and since transformers 5 `rope_parameters`."""
     theta = fields.number("rope_theta", 10000.0)
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = fields.get(name)
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
-            raise ModelFileError(f"{fields.source}: {name} is {_short(rope)}, not an object")
-        inner = Fields(fields.source, {f"{name}.{k}": v for k, v in rope.items()}, f"{name}.")
-        inner.neutral(
-            {"rope_type": ("default",), "type": ("default",), "factor": (1.0,), "partial_rotary_factor": (1.0,)}
+    for name in ("rope_parameters", "rope_scaling"):
+        values = fields.get(name)
+        if values is not None:
+            break
+    else:
+        return Rope(theta)
+    if not isinstance(values, dict):
+        raise ModelFileError(f"{fields.source}: {name} is {short(values)}, not an object")
+    if any(isinstance(v, dict) for v in values.values()):
+        raise Unsupported(f"{fields.source}: {name} differs from layer to layer; supported: one for all")
+    inner = Fields(fields.source, {f"{name}.{k}": v for k, v in values.items()}, f"{name}.")
+    inner.neutral({"partial_rotary_factor": (1.0,), "attention_factor": (1.0,)})
+    theta = inner.number("rope_theta", theta)
+    kind_name = "rope_type" if inner.get("rope_type") is not None else "type"
+    inner.neutral({kind_name: ("default", "linear", "llama3")})
+    kind = inner.get(kind_name)
+    if kind == "linear":
+        return Rope(theta, "linear", inner.number("factor"))
+    if kind == "llama3":
+        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+        if high <= low:
+            raise ModelFileError(f"{fields.source}: {name}.high_freq_factor {high} is not above low_freq_factor {low}")
+        original = inner.integer("original_max_position_embeddings", MAX_CONTEXT)
+        return Rope(theta, "llama3", inner.number("factor"), low, high, original)
+    inner.neutral({"factor": (1.0,)})
+    return Rope(theta)
+
+
+def rope_from_gguf(fields: Fields) -> Rope:
+    fields.neutral({"rope.scaling.type": ("none", "linear"), "rope.scaling.attn_factor": (1.0,)})
+    theta = fields.number("rope.freq_base", 10000.0)
+    if fields.get("rope.scaling.type") == "linear":
+        return Rope(theta, "linear", fields.number("rope.scaling.factor", 1.0))
+    if fields.get("rope.scaling.type") is None and fields.get("rope.scale_linear") is not None:  # older files
+        return Rope(theta, "linear", fields.number("rope.scale_linear"))
+    fields.neutral({"rope.scaling.factor": (1.0,)})
+    return Rope(theta)
+
+
+def windows_from_hf(fields: Fields, n_blocks: int, windowed: Callable[[int], bool]) -> tuple[int, ...]:
+    """Each block's attention window. `windowed` says which blocks have it where there is no `layer_types`."""
+    window = fields.integer("sliding_window", MAX_CONTEXT, None) if fields.get("sliding_window") is not None else 0
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return tuple(window if windowed(i) else 0 for i in range(n_blocks))
+    sizes = {"full_attention": 0, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != n_blocks:
+        raise ModelFileError(
+            f"{fields.source}: layer_types is {short(kinds)}, not one name for each of {n_blocks} blocks"
         )
-        if any(isinstance(v, dict) for v in rope.values()):
-            raise Unsupported(f"{fields.source}: {name} differs from layer to layer; supported: one for all")
-        theta = inner.number("rope_theta", theta)
-    return theta
-
-
-def _llama_from_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
-    fields.neutral({
-        "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "sliding_window": (),
-        "quantization_config": (), "partial_rotary_factor": (1.0,), "tie_word_embeddings": (False, True),
-    })  # fmt: skip
-    if any(kind != "full_attention" for kind in fields.get("layer_types") or ()):
-        raise Unsupported(
-            f"{fields.source}: layer_types is {_short(fields.get('layer_types'))}; supported: full_attention"
-        )
-    dim, n_heads = fields.integer("hidden_size", MAX_WIDTH), fields.integer("num_attention_heads", MAX_WIDTH)
-    tied = fields.get("tie_word_embeddings")
-    return ModelConfig(
-        architecture="llama",
-        n_blocks=fields.integer("num_hidden_layers", MAX_BLOCKS),
-        dim=dim,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("num_key_value_heads", MAX_WIDTH, n_heads),
-        head_dim=_head_dim(fields, "head_dim", dim, n_heads),
-        ffn_dim=fields.integer("intermediate_size", MAX_WIDTH),
-        vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-        context=fields.integer("max_position_embeddings", MAX_CONTEXT, 2048),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=_hf_rope_theta(fields),
-        tied="lm_head.weight" not in shapes if tied is None else bool(tied),
-    )
-
-
-def _llama_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
-    fields.neutral({
-        "rope.scaling.type": ("none",), "rope.scaling.factor": (1.0,), "rope.scale_linear": (1.0,),
-        "rope.scaling.attn_factor": (1.0,), "expert_count": (0,), "use_parallel_residual": (False,),
-        "attention.sliding_window": (0,), "attention.causal": (True,), "attention.clamp_kqv": (0.0,),
-        "attention.scale": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0),
-        "embedding_scale": (0.0, 1.0),
-    })  # fmt: skip
-    dim, n_heads = fields.integer("embedding_length", MAX_WIDTH), fields.integer("attention.head_count", MAX_WIDTH)
-    head_dim = _head_dim(fields, "attention.key_length", dim, n_heads)
-    fields.neutral({"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)})
-    rows = shapes.get(EMBEDDING, (0,))[0]
-    return ModelConfig(
-        architecture="llama",
-        n_blocks=fields.integer("block_count", MAX_BLOCKS),
-        dim=dim,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("attention.head_count_kv", MAX_WIDTH, n_heads),
-        head_dim=head_dim,
-        ffn_dim=fields.integer("feed_forward_length", MAX_WIDTH),
-        vocab_size=fields.integer("vocab_size", MAX_VOCAB, rows),
-        context=fields.integer("context_length", MAX_CONTEXT),
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.number("rope.freq_base", 10000.0),
-        tied=OUTPUT not in shapes,
-    )
-
-
-LLAMA = Family(
-    architecture="llama",
-    hf_model_type="llama",
-    hf_class="LlamaForCausalLM",
-    config_from_hf=_llama_from_hf,
-    config_from_gguf=_llama_from_gguf,
-    embedding=TensorSpec(EMBEDDING, "model.embed_tokens.weight", ("V", "D")),
-    block=(
-        TensorSpec("blk.{i}.attn_norm.weight", "model.layers.{i}.input_layernorm.weight", ("D",)),
-        TensorSpec("blk.{i}.attn_q.weight", "model.layers.{i}.self_attn.q_proj.weight", ("Q", "D"), "n_heads"),
-        TensorSpec("blk.{i}.attn_k.weight", "model.layers.{i}.self_attn.k_proj.weight", ("KV", "D"), "n_kv_heads"),
-        TensorSpec("blk.{i}.attn_v.weight", "model.layers.{i}.self_attn.v_proj.weight", ("KV", "D")),
-        TensorSpec("blk.{i}.attn_output.weight", "model.layers.{i}.self_attn.o_proj.weight", ("D", "Q")),
-        TensorSpec("blk.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight", ("D",)),
-        TensorSpec("blk.{i}.ffn_gate.weight", "model.layers.{i}.mlp.gate_proj.weight", ("F", "D")),
-        TensorSpec("blk.{i}.ffn_up.weight", "model.layers.{i}.mlp.up_proj.weight", ("F", "D")),
-        TensorSpec("blk.{i}.ffn_down.weight", "model.layers.{i}.mlp.down_proj.weight", ("D", "F")),
-    ),
-    readout=(
-        TensorSpec(OUTPUT_NORM, "model.norm.weight", ("D",)),
-        TensorSpec(OUTPUT, "lm_head.weight", ("V", "D")),
-    ),
-    hf_ignored=("rotary_emb.inv_freq",),  # a table that older exports stored; it follows from rope_theta
-)
-
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in sizes or (kind == "sliding_attention" and not window):
+            raise Unsupported(f"{fields.source}: layer_types holds {short(kind)}; supported: {', '.join(sizes)}")
+    return tuple(sizes[kind] for kind in kinds)

@@ -61,6 +61,21 @@ def test_the_automatic_split_is_optimal(n_blocks: int, data: st.DataObject) -> N
     assert goodness(stage_costs(chosen, blocks, extra)) == best
 
 
+@given(st.integers(1, 9), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_automatic_split_fills_capacities_evenly(n_blocks: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, n_blocks))
+    blocks = data.draw(st.lists(costs, min_size=n_blocks, max_size=n_blocks))
+    extra = data.draw(st.lists(costs, min_size=stages, max_size=stages))
+    capacities = data.draw(st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=stages, max_size=stages))
+
+    def loads(sizes: list[int]) -> list[float]:
+        return [cost / c for cost, c in zip(stage_costs(sizes, blocks, extra), capacities, strict=True)]
+
+    chosen = [len(s) for s in partition(n_blocks, stages, "auto", blocks, extra, capacities)]
+    assert goodness(loads(chosen)) == min(goodness(loads(sizes)) for sizes in cuts(n_blocks, stages))
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_an_explicit_split_round_trips(sizes: list[int], empty_head: bool) -> None:

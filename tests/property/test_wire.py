@@ -12,7 +12,7 @@ from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Lane, Sampling, decode,
 
 SECRET = b"s" * 32
 FLOATS = ("f32", "bf16", "f16")
-NAMES = {Kind.ACTIVATION: FLOATS, Kind.RETURN: FLOATS, Kind.TOKENS: ("i32",), Kind.ERROR: ("u8",)}
+NAMES = {Kind.ACTIVATION: FLOATS, Kind.RETURN: FLOATS, Kind.TOKENS: ("i32",), Kind.ERROR: ("u8",), Kind.TRACE: ("f32",)}
 
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)
@@ -33,12 +33,13 @@ def frames(draw: st.DrawFn) -> Frame:
     dtype = DTYPES[draw(st.sampled_from(NAMES[kind]))]
     batch = tuple(draw(st.lists(lanes(), max_size=4)))
     n_length, n_readout = sum(lane.length for lane in batch), sum(lane.readout for lane in batch)
-    rows = {Kind.ACTIVATION: n_length, Kind.ERROR: 1}.get(kind, n_readout)
+    rows = {Kind.ACTIVATION: n_length, Kind.TRACE: n_length, Kind.ERROR: 1}.get(kind, n_readout)
     width = 1 if kind is Kind.TOKENS else draw(st.integers(1, 7))
     size = rows * width * dtype.itemsize
     payload = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), dtype).reshape(rows, width)
     error = draw(st.sampled_from(ErrorCode))
-    return Frame(kind, draw(ids), draw(ids), draw(u64), draw(u64), batch, payload, error)
+    sender, traced = draw(st.integers(0, (1 << 16) - 1)), draw(st.booleans())
+    return Frame(kind, draw(ids), draw(ids), draw(u64), draw(u64), batch, payload, error, sender, traced)
 
 
 def refused(data: bytes, secret: bytes = SECRET) -> bool:

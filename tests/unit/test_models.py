@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from pptasks.errors import ModelError, ModelFileError, ModelNotFound, PlanError, Unsupported
+from pptasks.modelinfo import Rope
 from pptasks.models import Model, fingerprint, nbytes, open_model
+from tests.gguf_files import write_gguf as write_gguf_of
 
 TIED, UNTIED = "llama-tied", "llama-untied-sharded-bf16"
 INDEX = "model.safetensors.index.json"
@@ -55,7 +57,7 @@ def test_reads_a_folder(goldens: Path, tmp_path: Path) -> None:
     model = open_model(goldens / TIED, tmp_path)
     c = model.config
     assert (c.architecture, c.n_blocks, c.dim, c.n_heads, c.n_kv_heads, c.head_dim) == ("llama", 6, 64, 4, 2, 16)
-    assert (c.ffn_dim, c.vocab_size, c.context, c.norm_eps, c.rope_theta) == (176, 512, 256, 1e-5, 10000.0)
+    assert (c.ffn_dim, c.vocab_size, c.context, c.norm_eps, c.rope) == (176, 512, 256, 1e-5, Rope(10000.0))
     assert c.tied
     assert (model.name, model.path, dict(model.metadata)) == (TIED, goldens / TIED, {})
     assert len(model.tensors) == 2 + 9 * c.n_blocks
@@ -86,7 +88,7 @@ def test_reads_gguf(smollm2_gguf: Path, tmp_path: Path) -> None:
     model = open_model(smollm2_gguf, tmp_path)
     c = model.config
     assert (c.n_blocks, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.ffn_dim) == (30, 576, 9, 3, 64, 1536)
-    assert (c.vocab_size, c.context, c.rope_theta, c.tied) == (49152, 8192, 100000.0, True)
+    assert (c.vocab_size, c.context, c.rope, c.tied) == (49152, 8192, Rope(100000.0), True)
     heads = {name.split(".", 2)[-1]: ref.interleaved_heads for name, ref in model.tensors.items()}
     assert heads.pop("attn_q.weight") == 9
     assert heads.pop("attn_k.weight") == 3
@@ -101,7 +103,7 @@ def test_both_spellings_of_rope(tied: Path, tmp_path: Path) -> None:
     edit(tied / "config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling={"type": "default"})
     assert open_model(tied, tmp_path).config == new
     edit(tied / "config.json", rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_theta=None)
-    assert open_model(tied, tmp_path).config == replace(new, rope_theta=5e5)
+    assert open_model(tied, tmp_path).config == replace(new, rope=Rope(5e5))
 
 
 def test_head_width_follows_from_the_heads(tied: Path, tmp_path: Path) -> None:
@@ -126,22 +128,34 @@ def test_tied_is_what_the_files_say(sharded: Path, tied: Path, tmp_path: Path) -
 
 def test_fingerprint_is_the_models_own(goldens: Path, tied: Path, tmp_path: Path) -> None:
     model = open_model(goldens / TIED, tmp_path)
-    assert model.fingerprint == "982a55065125" + model.fingerprint[12:]  # the same on every machine, in every version
+    assert model.fingerprint == "7a1a8ff5768a" + model.fingerprint[12:]  # the same on every machine, in every version
     assert open_model(tied, tmp_path).fingerprint == model.fingerprint
     assert open_model(goldens / UNTIED, tmp_path).fingerprint != model.fingerprint
-    name = "blk.0.attn_v.weight"
+    name, file = "blk.0.attn_v.weight", tied / "model.safetensors"
+    header = [(file, min(ref.offset for ref in model.tensors.values()))]
+    assert fingerprint(model.config, model.tensors, header) == model.fingerprint
     changed = {
-        "config": (replace(model.config, rope_theta=1e6), model.tensors),
-        "shape": (model.config, {**model.tensors, name: replace(model.tensors[name], shape=(64, 32))}),
-        "type": (model.config, {**model.tensors, name: replace(model.tensors[name], dtype="F16")}),
-        "tensors": (model.config, {n: ref for n, ref in model.tensors.items() if n != name}),
+        "config": (replace(model.config, rope=Rope(1e6)), model.tensors, header),
+        "shape": (model.config, {**model.tensors, name: replace(model.tensors[name], shape=(64, 32))}, header),
+        "type": (model.config, {**model.tensors, name: replace(model.tensors[name], dtype="F16")}, header),
+        "tensors": (model.config, {n: ref for n, ref in model.tensors.items() if n != name}, header),
+        "header": (model.config, model.tensors, [(file, header[0][1] - 1)]),
     }
-    for what, (config, tensors) in changed.items():
-        assert fingerprint(config, tensors) != model.fingerprint, what
+    for what, (config, tensors, headers) in changed.items():
+        assert fingerprint(config, tensors, headers) != model.fingerprint, what
     moved = {
         n: replace(ref, file=Path("/elsewhere"), offset=0) for n, ref in sorted(model.tensors.items(), reverse=True)
     }
-    assert fingerprint(model.config, moved) == model.fingerprint
+    assert fingerprint(model.config, moved, header) == model.fingerprint
+
+
+def test_the_headers_own_text_is_part_of_the_fingerprint(tied: Path, tmp_path: Path) -> None:
+    """Two models of one shape differ, if only in what their headers say of themselves."""
+    before = open_model(tied, tmp_path)
+    rewrite(tied / "model.safetensors", lambda h: h.update({"__metadata__": {"format": "pt", "note": "fine-tuned"}}))
+    after = open_model(tied, tmp_path)
+    assert (after.config, list(after.tensors)) == (before.config, list(before.tensors))
+    assert after.fingerprint != before.fingerprint
 
 
 @pytest.mark.parametrize("name", [TIED, UNTIED])
@@ -206,22 +220,19 @@ def test_what_is_no_model(tmp_path: Path, tied: Path) -> None:
         open_model(tied, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2-bias"])
-def test_other_architectures_are_named(goldens: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(Unsupported, match=f"architecture '{name.removesuffix('-bias')}'; supported: llama"):
-        open_model(goldens / name, tmp_path)
+def test_other_architectures_are_named(tied: Path, tmp_path: Path) -> None:
+    edit(tied / "config.json", model_type="gemma3")
+    with pytest.raises(Unsupported, match="architecture 'gemma3'; supported: gpt2, llama, mistral, qwen2, qwen3"):
+        open_model(tied, tmp_path)
 
 
 UNSUPPORTED: dict[str, Any] = {
     "hidden_act": "gelu",
-    "attention_bias": True,
-    "mlp_bias": True,
     "sliding_window": 4096,
     "quantization_config": {"quant_method": "gptq"},
     "partial_rotary_factor": 0.5,
-    "layer_types": ["full_attention", "sliding_attention"],
+    "layer_types": ["sliding_attention"] * 6,
     "architectures": ["LlamaForSequenceClassification"],
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0},
 }
 
@@ -234,10 +245,121 @@ def test_a_property_that_we_do_not_compute(tied: Path, tmp_path: Path, field: st
     assert "supported:" in str(caught.value)
 
 
-def test_linear_rope_scaling_in_the_old_spelling(tied: Path, tmp_path: Path) -> None:
-    edit(tied / "config.json", rope_scaling={"type": "linear", "factor": 2.0})
-    with pytest.raises(Unsupported, match=r"rope_scaling\.type is 'linear'"):
+def test_rope_scaling_in_the_old_spelling(tied: Path, tmp_path: Path) -> None:
+    edit(tied / "config.json", rope_parameters=None, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    assert open_model(tied, tmp_path).config.rope == Rope(5e5, "linear", 2.0)
+    edit(tied / "config.json", rope_scaling={"type": "dynamic", "factor": 2.0})
+    with pytest.raises(Unsupported, match=r"rope_scaling\.type is 'dynamic'; supported: 'default' or"):
         open_model(tied, tmp_path)
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    edit(tied / "config.json", rope_scaling={**scaling, "original_max_position_embeddings": 8192})
+    assert open_model(tied, tmp_path).config.rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_windows_are_what_the_configuration_says(goldens: Path, tmp_path: Path) -> None:
+    mistral = Path(shutil.copytree(goldens / "mistral-window", tmp_path / "m", copy_function=shutil.copyfile))
+    assert open_model(mistral, tmp_path).config.windows == (8, 8, 8, 8)
+    edit(mistral / "config.json", layer_types=["full_attention", "sliding_attention"] * 2)
+    assert open_model(mistral, tmp_path).config.windows == (0, 8, 0, 8)
+    edit(mistral / "config.json", layer_types=["chunked_attention"] * 4)
+    with pytest.raises(Unsupported, match="'chunked_attention'; supported: full_attention, sliding_attention"):
+        open_model(mistral, tmp_path)
+    qwen = Path(shutil.copytree(goldens / "qwen2-bias", tmp_path / "q", copy_function=shutil.copyfile))
+    edit(qwen / "config.json", sliding_window=16, layer_types=None, max_window_layers=4)
+    assert open_model(qwen, tmp_path).config.windows == (0,) * 6
+    edit(qwen / "config.json", use_sliding_window=True)
+    assert open_model(qwen, tmp_path).config.windows == (0, 0, 0, 0, 16, 16)
+
+
+def test_conv1d_or_linear_is_what_the_file_holds(goldens: Path, tmp_path: Path) -> None:
+    """GPT-2's square matrices do not tell how they are stored; the others of the same file do."""
+    model = open_model(goldens / "gpt2", tmp_path)
+    assert all(model.tensors[f"blk.0.{name}.weight"].transposed for name in ("attn_qkv", "attn_output", "ffn_down"))
+    assert not model.tensors["token_embd.weight"].transposed
+    file = write_gguf_of(goldens / "gpt2", tmp_path / "gpt2.gguf")
+    assert not any(ref.transposed for ref in open_model(file, tmp_path).tensors.values())
+    assert open_model(file, tmp_path).tensors["blk.0.attn_qkv.weight"].parts == (
+        ("blk.0.attn_q.weight", 64),
+        ("blk.0.attn_k.weight", 64),
+        ("blk.0.attn_v.weight", 64),
+    )
+
+
+def test_the_oldest_spelling_of_gpt2(goldens: Path, tmp_path: Path) -> None:
+    """No prefix, and the causal mask among the tensors."""
+    model = open_model(goldens / "gpt2-no-prefix", tmp_path)
+    assert model.config.tied
+    assert not any(name.endswith(".attn.bias") for name in model.tensors)
+
+
+def test_a_bias_that_one_block_lost(goldens: Path, tmp_path: Path) -> None:
+    qwen = Path(shutil.copytree(goldens / "qwen2-bias", tmp_path / "q", copy_function=shutil.copyfile))
+    rewrite(
+        qwen / "model.safetensors",
+        lambda h: h.update({"model.layers.3.x": h.pop("model.layers.3.self_attn.k_proj.bias")}),
+    )
+    with pytest.raises(ModelFileError, match=r"layers\.3\.self_attn\.k_proj\.bias' is missing, and other blocks"):
+        open_model(qwen, tmp_path)
+
+
+FAMILIES = [
+    "llama-tied",
+    "llama-bias",
+    "llama3-rope",
+    "llama-linear-rope",
+    "mistral-window",
+    "qwen2-bias",
+    "qwen3-tied",
+    "gpt2",
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gguf_of_a_folder_is_the_same_model(goldens: Path, tmp_path: Path, name: str) -> None:
+    folder = open_model(goldens / name, tmp_path)
+    file = open_model(write_gguf_of(goldens / name, tmp_path / "x.gguf"), tmp_path)
+    architecture, rope = file.config.architecture, folder.config.rope
+    if name == "llama3-rope":
+        rope = Rope(500000.0)  # GGUF has the scaling as a tensor
+        assert file.tensors["rope_freqs.weight"].shape == (12,)
+    if name == "mistral-window":
+        assert architecture == "llama"
+    expected = replace(folder.config, architecture=architecture, rope=rope, norm_eps=file.config.norm_eps)
+    assert file.config == expected
+    assert file.config.norm_eps == pytest.approx(folder.config.norm_eps)
+    assert set(file.tensors) - {"rope_freqs.weight"} == set(folder.tensors)
+    assert {n: r.shape for n, r in file.tensors.items() if n in folder.tensors} == {
+        n: r.shape for n, r in folder.tensors.items()
+    }
+
+
+def test_a_split_gguf_is_one_model(goldens: Path, tmp_path: Path) -> None:
+    whole = open_model(write_gguf_of(goldens / "llama-tied", tmp_path / "whole.gguf"), tmp_path)
+    first = write_gguf_of(goldens / "llama-tied", tmp_path / "cut.gguf", split=3)
+    cut = open_model(first, tmp_path)
+    assert cut.config == whole.config
+    assert list(cut.tensors) == list(whole.tensors)
+    assert len({ref.file for ref in cut.tensors.values()}) == 3
+    assert cut.nbytes == whole.nbytes
+    second = first.with_name(first.name.replace("-00001-", "-00002-"))
+    data = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ModelFileError, match="is not part 2 of 3"):
+        open_model(first, tmp_path)
+    second.unlink()
+    with pytest.raises(ModelFileError, match="00002"):
+        open_model(first, tmp_path)
+    second.write_bytes(data)
+    with pytest.raises(ModelNotFound, match="give the part named"):
+        open_model(second, tmp_path)
+
+
+def test_every_stage_turns_by_the_files_own_factors(goldens: Path, tmp_path: Path) -> None:
+    model = open_model(write_gguf_of(goldens / "llama3-rope", tmp_path / "x.gguf"), tmp_path)
+    for lo, hi in ((0, 1), (1, 3)):
+        names = {ref.name for ref in model.stage_tensors(lo, hi, embedding=False, readout=False)}
+        assert "rope_freqs.weight" in names
+    assert "rope_freqs.weight" not in {ref.name for ref in model.stage_tensors(4, 4, embedding=True, readout=True)}
 
 
 INCONSISTENT: dict[str, dict[str, Any]] = {
@@ -246,7 +368,8 @@ INCONSISTENT: dict[str, dict[str, Any]] = {
     "vocab_size": {"vocab_size": 1 << 40},
     "rms_norm_eps": {"rms_norm_eps": -1},
     "rope_theta": {"rope_parameters": {"rope_theta": float("inf")}},
-    "rope_scaling is 'x'": {"rope_scaling": "x"},
+    "rope_parameters is 'x'": {"rope_parameters": "x"},
+    "layer_types is": {"layer_types": ["full_attention"] * 5},
     "intermediate_size": {"intermediate_size": None},
     "model_type": {"model_type": None},
     "head width 15": {"head_dim": 15},
@@ -328,8 +451,8 @@ def test_a_tensor_that_nobody_uses(tied: Path, tmp_path: Path) -> None:
 
     rewrite(tied / "model.safetensors", lambda h: add(h, "model.layers.0.self_attn.rotary_emb.inv_freq"))
     open_model(tied, tmp_path)
-    rewrite(tied / "model.safetensors", lambda h: add(h, "model.layers.0.self_attn.q_proj.bias"))
-    with pytest.raises(Unsupported, match=r"q_proj\.bias"):
+    rewrite(tied / "model.safetensors", lambda h: add(h, "model.layers.0.self_attn.q_norm.weight"))
+    with pytest.raises(Unsupported, match=r"q_norm\.weight"):
         open_model(tied, tmp_path)
 
 
@@ -429,7 +552,7 @@ def test_reads_a_tiny_gguf(tmp_path: Path) -> None:
         16,
         FFN,
     )
-    assert (c.vocab_size, c.context, c.rope_theta, c.tied, model.name) == (VOCAB, 128, 10000.0, True, "tiny")
+    assert (c.vocab_size, c.context, c.rope, c.tied, model.name) == (VOCAB, 128, Rope(10000.0), True, "tiny")
     untied = open_gguf(tmp_path, {"llama.vocab_size": VOCAB}, {"output.weight": (VOCAB, DIM)})
     assert not untied.config.tied
     assert untied.tensors["output.weight"].shape == (VOCAB, DIM)
@@ -445,17 +568,17 @@ def test_head_width_of_its_own(tmp_path: Path) -> None:
 
 
 GGUF_REFUSED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], type[ModelError]]] = {
-    "rope_freqs.weight": ({}, {"rope_freqs.weight": (8,)}, Unsupported),
-    "attn_q.bias": ({}, {"blk.0.attn_q.bias": (DIM,)}, Unsupported),
+    "rope_freqs.weight' has shape": ({}, {"rope_freqs.weight": (7,)}, ModelFileError),
+    "blk.1.attn_q.bias' is missing": ({}, {"blk.0.attn_q.bias": (DIM,)}, ModelFileError),
     "ffn_gate_inp": ({}, {"blk.0.ffn_gate_inp.weight": (8, DIM)}, Unsupported),
     "rope.scaling.type is 'yarn'": ({"llama.rope.scaling.type": "yarn"}, {}, Unsupported),
     "rope.scaling.factor is 4.0": ({"llama.rope.scaling.factor": 4.0}, {}, Unsupported),
     "expert_count is 8": ({"llama.expert_count": 8}, {}, Unsupported),
-    "sliding_window is 4096": ({"llama.attention.sliding_window": 4096}, {}, Unsupported),
+    "sliding_window is -4": ({"llama.attention.sliding_window": -4.0}, {}, ModelFileError),
     "rope.dimension_count is 8": ({"llama.rope.dimension_count": 8}, {}, Unsupported),
     "value_length is 8": ({"llama.attention.value_length": 8}, {}, Unsupported),
     "general.type is 'adapter'": ({"general.type": "adapter"}, {}, Unsupported),
-    "one of 3 parts": ({"split.count": 3}, {}, Unsupported),
+    "00001-of-00003": ({"split.count": 3}, {}, ModelFileError),
     "head_count is": ({"llama.attention.head_count": [4, 4]}, {}, ModelFileError),
     "block_count is missing": ({"llama.block_count": None}, {}, ModelFileError),
     "blk.1.ffn_up.weight' is missing": ({}, {"blk.1.ffn_up.weight": ()}, ModelFileError),
@@ -474,5 +597,5 @@ def test_a_gguf_that_we_would_get_wrong(tmp_path: Path, message: str) -> None:
 
 def test_other_architectures_in_gguf_are_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "x.gguf", {}, {}, "gemma3")
-    with pytest.raises(Unsupported, match="architecture 'gemma3'; supported: llama"):
+    with pytest.raises(Unsupported, match="architecture 'gemma3'; supported: gpt2, llama, qwen2, qwen3"):
         open_model(tmp_path / "x.gguf", tmp_path)

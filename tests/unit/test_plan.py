@@ -7,8 +7,8 @@ import pytest
 
 from pptasks.config import Settings
 from pptasks.errors import PlanError
-from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, Model, ModelConfig, TensorRef
-from pptasks.plan import DEFAULT_CONTEXT, Plan, Span, check_tiling, make_plan, partition
+from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, Model, ModelConfig, Rope, TensorRef
+from pptasks.plan import DEFAULT_CONTEXT, Plan, Span, check_tiling, make_plan, memory_sizes, partition, stage_bytes
 from pptasks.wire import MAX_FRAME_BYTES
 
 SMOLLM2 = ModelConfig(
@@ -21,8 +21,11 @@ SMOLLM2 = ModelConfig(
     ffn_dim=1536,
     vocab_size=49152,
     context=8192,
+    norm="rms",
     norm_eps=1e-5,
-    rope_theta=100000.0,
+    ffn="swiglu",
+    rope=Rope(100000.0),
+    windows=(0,) * 30,
     tied=True,
 )
 PLAN = Plan(
@@ -70,7 +73,7 @@ def model(config: ModelConfig) -> Model:
         }
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
     tensors = {name: TensorRef(name, Path("nowhere"), 0, 0, "F32", shape) for name, shape in shapes.items()}
-    return Model("toy", Path("nowhere"), config, tensors, "cd" * 32, {})
+    return Model("toy", Path("nowhere"), config, tensors, "cd" * 32, {}, "toy")
 
 
 def planned(config: ModelConfig = SMOLLM2, **settings: object) -> Plan:
@@ -181,6 +184,7 @@ def test_every_field_changes_the_digest() -> None:
         "context": 2049,
         "slots": 5,
         "max_rows": 127,
+        "weights": "quantized",
     }
     digests = {replace(PLAN, **{name: value}).digest for name, value in others.items()}  # type: ignore[arg-type]
     digests |= {PLAN.digest, replace(PLAN, spans=(Span(0, 2), Span(2, 6)), n_blocks=6).digest}
@@ -228,9 +232,9 @@ def test_context_is_bounded_by_what_the_model_was_trained_for() -> None:
 def test_rows_of_a_frame_are_bounded_by_the_chunk_and_by_the_largest_frame() -> None:
     assert planned(prefill_chunk=64).max_rows == 64
     wide = replace(SMOLLM2, dim=1 << 20)
-    for wire, itemsize in (("bf16", 2), ("f32", 4)):
+    for wire in ("bf16", "f32"):  # what is told for a verification is float32 in any case
         rows = planned(wide, wire=wire, prefill_chunk=4096).max_rows
-        assert rows == MAX_FRAME_BYTES // (wide.dim * itemsize) - 1  # all but the one that header, lanes and tag need
+        assert rows == MAX_FRAME_BYTES // (wide.dim * 4) - 1  # all but the one that header, lanes and tag need
     with pytest.raises(PlanError, match=rf"width {1 << 24}\b.* 4 lanes"):
         planned(replace(SMOLLM2, dim=1 << 24, n_blocks=1), num_stages=1)
 
@@ -240,3 +244,40 @@ def test_a_plan_carries_what_it_was_made_from() -> None:
     assert plan.spans == (Span(0, 0), Span(0, 10), Span(10, 30))
     assert (plan.n_blocks, plan.n_stages, plan.wire, plan.slots) == (30, 3, "f16", 7)
     assert plan.fingerprint == "cd" * 32
+
+
+def test_memory_sizes() -> None:
+    assert memory_sizes("8G,24G", 2) == [8 << 30, 24 << 30]
+    assert memory_sizes("1.5m, 7, 2KiB", 3) == [3 << 19, 7, 2048]
+    assert memory_sizes("1TB", 3) == [1 << 40] * 3
+
+
+@pytest.mark.parametrize("memory", ["", "8G", "8G,8G,8G", "8X,8G", "-1G,8G", "0,8G", "8G,,8G", "1e3,8G", "\u0668G,8G"])
+def test_memory_that_is_no_size_for_each_stage(memory: str) -> None:
+    if memory == "8G":
+        memory = "8G,"
+    with pytest.raises(PlanError, match="memory"):
+        memory_sizes(memory, 2)
+
+
+def test_auto_fills_each_stage_by_its_memory() -> None:
+    """Blocks go where there is room: a stage with three times the memory holds about three times the bytes."""
+    plan = planned(num_stages=2, split="auto", memory="1G,3G")
+    held = [stage_bytes(model(SMOLLM2), plan, stage) for stage in range(2)]
+    assert sizes(plan.spans) == [4, 26]  # float32: the head's embedding takes 113 MB
+    assert 2.5 < held[1] / held[0] < 3.5
+    assert sizes(planned(num_stages=2, split="auto", memory="8G").spans) == [13, 17]  # the KV cache counts too
+    assert sizes(planned(num_stages=2, split="auto").spans) == [11, 19]
+
+
+def test_what_no_stage_can_hold_is_refused_before_anything_starts() -> None:
+    with pytest.raises(
+        PlanError, match=r"stage 0 with blocks \[0, 15\) needs 0\.\d\d GB .* has 0\.10 GB.*--weights quantized"
+    ):
+        planned(num_stages=2, memory="100M,8G")
+    with pytest.raises(PlanError, match=r"stage 1 with blocks \[15, 30\)"):
+        planned(num_stages=2, memory="8G,150M")
+
+
+def test_weights_kept_as_in_the_file_are_part_of_the_plan() -> None:
+    assert planned(weights="quantized").digest != planned().digest

@@ -26,7 +26,7 @@ from pptasks.wire import (
 )
 
 SECRET = bytes(range(32))
-HEADER = struct.Struct("<4s4B16s16sQQ4I")  # as the module's docstring states it, written down once more
+HEADER = struct.Struct("<4s4BHH16s16sQQ4I")  # as the module's docstring states it, written down once more
 LANE = struct.Struct("<16s5IdIdQ")
 U32 = (1 << 32) - 1
 
@@ -42,6 +42,8 @@ FRAME = Frame(
     compute_us=1500,
     lanes=LANES,
     payload=np.array([[1.0, -2.0], [0.0, 3.5], [1e-3, 4.0]], DTYPES["bf16"]),
+    sender=3,
+    traced=True,
 )
 
 
@@ -53,10 +55,12 @@ def header(**changes: int | bytes) -> bytes:
     """The header of a valid frame without lanes or rows, with some of its fields changed."""
     fields: dict[str, int | bytes] = {
         "magic": b"PPTF",
-        "version": 1,
+        "version": 2,
         "kind": Kind.ACTIVATION,
         "dtype": 0,  # f32
         "error": 0,
+        "sender": 0,
+        "flags": 0,
         "plan": b"P" * 16,
         "run": b"R" * 16,
         "step": 1,
@@ -81,11 +85,11 @@ def refused(data: bytes, error: type[WireError]) -> str:
 def test_the_layout_is_the_stated_one() -> None:
     payload = FRAME.payload.tobytes()
     head = HEADER.pack(
-        b"PPTF", 1, 1, 1, 0, b"P" * 16, b"R" * 16, 1 << 50, 1500, 2, 3, 2, len(payload)
+        b"PPTF", 2, 1, 1, 0, 3, 1, b"P" * 16, b"R" * 16, 1 << 50, 1500, 2, 3, 2, len(payload)
     )  # fmt: skip
     first = LANE.pack(b"A" * 16, 1, 2, 7, 2, 1, 0.5, 40, 0.9, 1234)
     second = LANE.pack(b"B" * 16, 0, 0, 0, 1, 0, 0.0, 0, 1.0, 0)
-    assert (HEADER.size, LANE.size) == (72, 64)
+    assert (HEADER.size, LANE.size) == (76, 64)
     assert encode(FRAME, SECRET) == signed(head + first + second + payload)
     assert decode(signed(head + first + second + payload), SECRET) == FRAME
 
@@ -107,6 +111,8 @@ def test_frames_differ_where_one_value_differs() -> None:
         replace(FRAME, compute_us=0),
         replace(FRAME, lanes=LANES[:1]),
         replace(FRAME, error=ErrorCode.FAILED),
+        replace(FRAME, sender=2),
+        replace(FRAME, traced=False),
         replace(FRAME, payload=FRAME.payload + 1),
         replace(FRAME, payload=FRAME.payload.astype(np.float16)),
         replace(FRAME, payload=FRAME.payload.reshape(2, 3)),
@@ -157,13 +163,13 @@ def test_bytes_left_out_or_put_in_under_a_matching_tag_are_refused() -> None:
         refused(signed(body[:at] + b"\0" + body[at:]), MalformedFrame)
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
+@pytest.mark.parametrize("version", [0, 1, 255])
 def test_an_unknown_version_is_told_before_anything_else(version: int) -> None:
     body = header(version=version, kind=99, lanes=U32, rows=U32, width=U32, nbytes=U32)
     for data in (signed(body), body + bytes(32)):  # whatever follows, and whoever signed it
         message = refused(data, VersionMismatch)
         assert f"version {version};" in message
-        assert "version 1" in message
+        assert "version 2" in message
 
 
 def test_another_secret_is_refused() -> None:
@@ -188,7 +194,7 @@ def test_another_secret_is_refused() -> None:
         {"rows": 1, "width": U32, "nbytes": U32},
         {"kind": Kind.ERROR, "dtype": 4, "rows": 1, "width": U32, "nbytes": U32},
         {"kind": 0},
-        {"kind": 5},
+        {"kind": 6},
         {"error": 3},
         {"dtype": 5},
         {"dtype": 255},
@@ -237,6 +243,7 @@ def test_the_largest_frame_is_exactly_what_max_rows_says() -> None:
         {"kind": Kind.TOKENS},  # floats are no token ids
         {"kind": Kind.TOKENS, "payload": np.zeros((1, 2), np.int32)},
         {"kind": Kind.ERROR, "payload": np.zeros((3, 2), np.uint8)},
+        {"kind": Kind.TRACE},  # bf16: what is told is never rounded
         {"lanes": LANES * (MAX_LANES // 2 + 1), "payload": np.zeros((3 * (MAX_LANES // 2 + 1), 2), np.float32)},
         {"lanes": (replace(LANES[0], length=3, readout=4),)},
         {"lanes": (replace(LANES[0], length=3, readout=-1),)},
@@ -255,7 +262,7 @@ def test_what_decode_would_refuse_is_not_encoded(changes: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"plan": b"P"}, {"run": b"R" * 17}, {"step": -1}, {"compute_us": 1 << 64}, {"payload": np.zeros(3)}]
+    "changes", [{"sender": 1 << 16}, {"plan": b"P"}, {"run": b"R" * 17}, {"step": -1}, {"compute_us": 1 << 64}, {"payload": np.zeros(3)}]
 )
 def test_a_header_field_that_does_not_fit_is_not_encoded(changes: dict[str, object]) -> None:
     with pytest.raises(MalformedFrame):
