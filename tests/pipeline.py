@@ -7,6 +7,7 @@ A test may drop or double frames with `tamper`, which gets each hop's bytes and 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ import numpy as np
 from pptasks.config import Settings
 from pptasks.modelinfo import Model
 from pptasks.models import open_model
-from pptasks.plan import Plan, make_plan
+from pptasks.plan import Plan, Span, make_plan
 from pptasks.routing import HEAD, route
 from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Sampling, decode, encode, short_id
 from workers import scheduler
 from workers.model import Slice
 from workers.scheduler import State, schedule
 from workers.stage import Stage
+from workers.verify import Traces, Verification, verify
 
 SECRET = b"s" * 32
 RUN = short_id("test")
@@ -49,6 +51,7 @@ class Pipeline:
         self.tamper = tamper
         self.hops: list[int] = []  # receiver of each
         self.clock = 0.0
+        self.traces: Traces | None = None  # of the one sequence that `verify` generates
         self.state = State(self.plan.slots, self.plan.max_rows, 30.0, next_step=1)
         self._wire: deque[tuple[int, bytes]] = deque()
 
@@ -75,6 +78,23 @@ class Pipeline:
         while any(True for _ in self.state.sequences()):
             self._turn()
         return [sequence.generated for sequence in sequences]
+
+    def verify(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY) -> Verification:
+        """Generate with every stage telling what it computes, then compute it again as the head would."""
+        name = f"verified-{np.random.default_rng().integers(1 << 62)}"
+        sequence = scheduler.Sequence(
+            name, short_id(name), list(prompt), len(prompt), max_tokens, frozenset(), sampling, traced=True
+        )
+        self.traces = Traces(self.plan.n_stages, len(prompt) + max_tokens, self.stages[0].slice.dim)
+        self.state.waiting.append(sequence)
+        while any(True for _ in self.state.sequences()) or self._wire:
+            self._turn()
+        assert self.traces.missing(len(sequence.ids) - 1) is None
+        return verify(
+            self.model, self.plan, sequence.ids, len(prompt), sampling, self.traces,
+            open_slice=partial(open_slice, self.model, self.plan, self.settings.kernels),
+            arithmetics=lambda: {stage.slice.arithmetic for stage in self.stages},
+        )  # fmt: skip
 
     def _turn(self) -> None:
         for sequence, position in self.state.overdue(self.clock):
@@ -105,12 +125,21 @@ class Pipeline:
             for _, sequence in self.state.returned(frame.step, frame.lanes):
                 self.state.rewind(sequence, 0)
             return None
+        if frame.kind is Kind.TRACE:
+            return self._record(frame)
         tokens = dict(stage.tokens_of(frame))
         for lane, sequence in self.state.returned(frame.step, frame.lanes):
             sequence.ids.extend(tokens[lane])
             if sequence.finish_reason:
                 self.state.end(sequence)
         return None
+
+    def _record(self, frame: Frame) -> None:
+        row = 0
+        for lane in frame.lanes:
+            if self.traces is not None:
+                self.traces.record(frame.sender, lane.position, frame.payload[row : row + lane.length])
+            row += lane.length
 
 
 def load(model: Model, plan: Plan, index: int, kernels: str = "auto") -> Slice:
@@ -123,8 +152,19 @@ def load(model: Model, plan: Plan, index: int, kernels: str = "auto") -> Slice:
         context=plan.context,
         max_rows=plan.max_rows,
         kernels=kernels,
+        weights=plan.weights,
         on_progress=lambda phase, done, total: None,
     )
+
+
+def open_slice(
+    model: Model, plan: Plan, kernels: str, span: Span, *, embedding: bool, readout: bool, n_slots: int, context: int
+) -> Slice:
+    """Any span, as `Loader.slice` opens it."""
+    return Slice(
+        model, span, embedding=embedding, readout=readout, n_slots=n_slots, context=context, max_rows=plan.max_rows,
+        kernels=kernels, weights=plan.weights, on_progress=lambda phase, done, total: None,
+    )  # fmt: skip
 
 
 def logits_of(pipeline: Pipeline, ids: Sequence[int]) -> np.ndarray:
@@ -132,8 +172,8 @@ def logits_of(pipeline: Pipeline, ids: Sequence[int]) -> np.ndarray:
     in one chunk."""
     stages, plan = pipeline.stages, pipeline.plan
     dtype = DTYPES[plan.wire]
-    x = stages[0].slice.embed(np.array(ids, np.int32))
     slots, positions = np.zeros(len(ids), np.int32), np.arange(len(ids), dtype=np.int32)
+    x = stages[0].slice.embed(np.array(ids, np.int32), positions)
     for i, stage in enumerate(stages):
         x = stage.slice.forward(x, slots, positions)
         if i < plan.n_stages - 1 or plan.is_ring:

@@ -6,7 +6,6 @@ while a step computes, and puts what arrives into the inbox.
 
 import gc
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -14,40 +13,24 @@ from dataclasses import dataclass
 from functools import partial
 
 from pptasks.config import Settings
-from pptasks.errors import BrokerError, ConfigError, PPError, RequestError, RequestFailed, WireError
+from pptasks.errors import AuditFailed, BrokerError, ConfigError, PPError, RequestError, RequestFailed, WireError
 from pptasks.keys import stage_queue
 from pptasks.membership import Membership
-from pptasks.modelinfo import Model
-from pptasks.models import open_model
-from pptasks.plan import Plan, make_plan
+from pptasks.plan import Plan
 from pptasks.routing import HEAD, route
 from pptasks.sender import HopSender
 from pptasks.tasks import Hop, Submit
 from pptasks.wire import ErrorCode, Frame, Kind, encode, key_id, short_id
-from workers.clang import compiler, kernel_cache
 from workers.head import Head
+from workers.loader import Loader, choose_compiler
 from workers.reporter import Reporter
 from workers.stage import Stage
+from workers.verify import verify
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # how soon a revoke or a late lap is noticed
 IDLE_S = 0.002  # an empty inbox for that long
-
-
-def choose_compiler(settings: Settings) -> None:
-    """Tell tinygrad, before it is imported, which C compiler to run and where to keep what that made.
-
-    Raises ConfigError if the CPU is the device and there is no compiler.
-    """
-    try:
-        os.environ["CC"] = cc = compiler({"CC": settings.cc or ""}, settings.cache)
-        os.environ.setdefault("CACHEDB", str(kernel_cache(cc, settings.cache)))
-    except ConfigError:
-        from tinygrad import Device
-
-        if Device.DEFAULT == "CPU":
-            raise
 
 
 class Stop:
@@ -112,45 +95,44 @@ class Engine:
             self._on_failure(e)
 
     def _load(self) -> tuple[Stage, Head | None]:
-        settings, index = self._settings, self._index
-        model = open_model(settings.model, settings.cache, self._progress)
-        plan = make_plan(model, settings)
+        settings, index, member = self._settings, self._index, self._membership
+        loader = Loader(settings, self._progress)
+        plan = loader.plan
         span = plan.spans[index]
-        self._membership.update(
-            key_id=key_id(self.secret), digest=plan.digest.hex(), span=(span.lo, span.hi), n_blocks=plan.n_blocks
-        )
+        member.update(key_id=key_id(self.secret), digest=plan.digest.hex(), span=(span.lo, span.hi))
         choose_compiler(settings)
-        from workers.model import Slice  # imports tinygrad, which takes a second: say hello first
+        from workers.probe import probe  # imports tinygrad, which takes a second: say hello first
 
-        slice_ = Slice(
-            model,
-            span,
-            embedding=index == HEAD,
-            readout=index == plan.readout_stage,
-            n_slots=plan.slots,
-            context=plan.context,
-            max_rows=plan.max_rows,
-            kernels=settings.kernels,
-            on_progress=self._progress,
+        member.update(phase="probe", probe=probe(settings.kernels))  # no layer goes to a device that cannot multiply
+        slice_ = loader.stage(index)
+        member.update(
+            device=slice_.device,
+            weights_bytes=slice_.weights_bytes,
+            kernels=slice_.kernels_used,
+            gate_failure=slice_.gate_failure,
+            arithmetic=slice_.arithmetic,
         )
-        self._membership.update(device=slice_.device, weights_bytes=slice_.weights_bytes)
         slice_.warm()
         stage = Stage(plan, index, short_id(settings.run), slice_)
-        return stage, self._make_head(stage, model) if index == HEAD else None
+        return stage, self._make_head(stage, loader) if index == HEAD else None
 
-    def _make_head(self, stage: Stage, model: Model) -> Head:
+    def _make_head(self, stage: Stage, loader: Loader) -> Head:
         from pptasks.text import open_text  # only the head opens the tokenizer
 
         membership = self._membership
         membership.watch_restarts(lambda stage: self.inbox.put(Restarted(stage)))
+        loader.model.source.fetch_text(self._progress)
         return Head(
             stage,
-            open_text(model),
+            open_text(loader.model),
             self._reporter,
             lap_deadline_s=self._settings.lap_deadline_s,
-            vocab_size=model.config.vocab_size,
+            vocab_size=loader.model.config.vocab_size,
             first_step=membership.broker_clock_us(),
             everyone_ready=partial(membership.everyone_ready, stage.plan),
+            verify=partial(
+                verify, loader.model, stage.plan, open_slice=loader.slice, arithmetics=membership.arithmetics
+            ),
         )
 
     def _progress(self, phase: str, done: int, total: int) -> None:
@@ -208,8 +190,8 @@ class Engine:
             try:
                 self._send(stage.plan, stage.start(batch))
             except Exception as e:
-                log.exception("lap %d failed", batch.step)
                 head.fail_lanes(batch.lanes, self._cannot_compute(e))
+                self._survive(e, batch.step)
             if not self.inbox.empty():
                 return  # what came meanwhile may free a slot or bring tokens: look before the next lap
 
@@ -220,9 +202,11 @@ class Engine:
             self.refused(e)
             return
         except Exception as e:
-            log.exception("lap %d failed", frame.step)
-            frames = [stage.error(ErrorCode.FAILED, frame.step, frame.lanes, f"{type(e).__name__}: {e}")]
-        self._send(stage.plan, frames)
+            text = f"{type(e).__name__}: {e}"
+            self._send(stage.plan, [stage.error(ErrorCode.FAILED, frame.step, frame.lanes, text)])
+            self._survive(e, frame.step)
+        else:
+            self._send(stage.plan, frames)
 
     def _receive(self, stage: Stage, head: Head | None, frame: Frame) -> None:
         try:
@@ -235,8 +219,14 @@ class Engine:
         except Exception as e:
             if head is None:
                 raise
-            log.exception("the read-out of lap %d failed", frame.step)
             head.fail_lanes(frame.lanes, self._cannot_compute(e))
+            self._survive(e, frame.step)
+
+    def _survive(self, error: Exception, step: int) -> None:
+        """A lap that failed is its requests' loss; a device whose products are wrong must compute no other."""
+        if isinstance(error, AuditFailed):
+            raise error
+        log.error("lap %d failed", step, exc_info=error)
 
     def _cannot_compute(self, error: Exception) -> RequestFailed:
         return RequestFailed(f"stage {self._index} could not compute: {type(error).__name__}: {error}")

@@ -27,6 +27,7 @@ class Sequence:
     max_tokens: int
     stop_ids: frozenset[int]
     sampling: Sampling
+    traced: bool = False  # its laps are: the stages tell the head what they computed
     slot: int = -1
     sent: int = 0
     attempt: int = 0
@@ -58,6 +59,7 @@ class Batch:
     step: int
     lanes: tuple[Lane, ...]
     ids: tuple[int, ...]
+    traced: bool = False
 
 
 @dataclass
@@ -161,6 +163,7 @@ def schedule(state: State) -> Batch | None:
     """
     lanes: list[Lane] = []
     ids: list[int] = []
+    traced = False
     room = state.max_rows
     ready = [s for s in state.live.values() if s.sent < len(s.ids) and state.laps_of(s.slot) < LAPS_AHEAD]
     crowded = len(ready) > state.max_rows
@@ -183,4 +186,5 @@ def schedule(state: State) -> Batch | None:
         )
         ids.extend(sequence.ids[sequence.sent : end])
         room -= length
-    return Batch(state.next_step, tuple(lanes), tuple(ids)) if lanes else None
+        traced |= sequence.traced
+    return Batch(state.next_step, tuple(lanes), tuple(ids), traced) if lanes else None

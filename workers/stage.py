@@ -6,6 +6,7 @@ Rows are positions; a lane of `length` rows occupies that many rows of the paylo
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,8 +35,8 @@ class Stage:
     def start(self, batch: Batch) -> list[Frame]:
         """The head's part of a lap: embedding and its own blocks."""
         began = time.perf_counter_ns()
-        x = self.slice.embed(np.array(batch.ids, np.int32))  # (R, D)
-        return self._compute(batch.step, batch.lanes, x, 0, began)
+        x = self.slice.embed(np.array(batch.ids, np.int32), _positions(batch.lanes))  # (R, D)
+        return self._compute(_Lap(batch.step, batch.traced, 0, began), batch.lanes, x)
 
     def step(self, frame: Frame) -> list[Frame]:
         """A later stage's part of a lap. Raises WrongPlan or MalformedFrame for a frame that is not for this stage."""
@@ -43,7 +44,8 @@ class Stage:
         self.check(frame)
         if frame.kind is not Kind.ACTIVATION or self.index == 0:
             raise MalformedFrame(f"stage {self.index} got a frame of kind {frame.kind.name}")
-        return self._compute(frame.step, frame.lanes, frame.payload.astype(np.float32), frame.compute_us, began)
+        lap = _Lap(frame.step, frame.traced, frame.compute_us, began)
+        return self._compute(lap, frame.lanes, frame.payload.astype(np.float32))
 
     def read_out(self, lanes: Sequence[Lane], hidden: np.ndarray) -> list[list[int]]:
         """Sampled ids of each lane; hidden: float32 (sum of read-outs, D)."""
@@ -76,15 +78,16 @@ class Stage:
                 f"stage {self.index} got a frame of plan {frame.plan.hex()}, but its own is {self._digest.hex()}: "
                 "start every stage with the same model, split, wire, readout, context and slots"
             )
-        if frame.kind in (Kind.ACTIVATION, Kind.RETURN) and frame.payload.shape[1] != self.slice.dim:
+        if frame.kind in (Kind.ACTIVATION, Kind.RETURN, Kind.TRACE) and frame.payload.shape[1] != self.slice.dim:
             raise MalformedFrame(f"a hidden state of width {frame.payload.shape[1]}; this model's is {self.slice.dim}")
 
     def error(self, code: ErrorCode, step: int, lanes: Sequence[Lane], message: str) -> Frame:
         """Tells the head that these lanes were not computed here."""
         text = np.frombuffer(f"stage {self.index}: {message}".encode()[:1000], np.uint8)[None, :]
-        return self._frame(Kind.ERROR, step, tuple(lanes), text, 0, code)
+        return self._frame(Kind.ERROR, step, tuple(lanes), text, error=code)
 
-    def _compute(self, step: int, lanes: tuple[Lane, ...], x: np.ndarray, compute_us: int, began: int) -> list[Frame]:
+    def _compute(self, lap: "_Lap", lanes: tuple[Lane, ...], x: np.ndarray) -> list[Frame]:
+        step = lap.step
         places = [self._slots.place(lane, step) for lane in lanes]
         missed = [lane for lane, place in zip(lanes, places, strict=True) if place is Place.MISS]
         frames = (
@@ -94,17 +97,14 @@ class Stage:
             x = x[np.repeat([place is Place.RUN for place in places], [lane.length for lane in lanes])]
             lanes = tuple(lane for lane, place in zip(lanes, places, strict=True) if place is Place.RUN)
         if lanes:
-            frames.append(self._run(step, lanes, x, compute_us, began))
+            frames += self._run(lap, lanes, x)
         return frames
 
-    def _run(self, step: int, lanes: tuple[Lane, ...], x: np.ndarray, compute_us: int, began: int) -> Frame:
+    def _run(self, lap: "_Lap", lanes: tuple[Lane, ...], x: np.ndarray) -> list[Frame]:
         lengths = [lane.length for lane in lanes]
         slots = np.repeat(np.array([lane.slot for lane in lanes], np.int32), lengths)  # (R,)
-        positions = np.concatenate(
-            [np.arange(lane.position, lane.position + lane.length, dtype=np.int32) for lane in lanes]
-        )
         try:
-            x = self.slice.forward(x, slots, positions)  # (R, D)
+            computed = x = self.slice.forward(x, slots, _positions(lanes))  # (R, D)
         except BaseException:
             for lane in lanes:
                 self._slots.forget(lane.slot)
@@ -117,7 +117,8 @@ class Stage:
             payload = np.array([i for ids in self.read_out(lanes, x) for i in ids], np.int32).reshape(-1, 1)
         else:
             payload = x.astype(self._wire)
-        return self._frame(kind, step, lanes, payload, compute_us + (time.perf_counter_ns() - began) // 1000)
+        frame = self._frame(kind, lap.step, lanes, payload, compute_us=lap.so_far_us(), traced=lap.traced)
+        return [frame, self._frame(Kind.TRACE, lap.step, lanes, computed)] if lap.traced else [frame]
 
     def _frame(
         self,
@@ -125,7 +126,27 @@ class Stage:
         step: int,
         lanes: tuple[Lane, ...],
         payload: np.ndarray,
-        compute_us: int,
+        *,
+        compute_us: int = 0,
         error: ErrorCode = ErrorCode.NONE,
+        traced: bool = False,
     ) -> Frame:
-        return Frame(kind, self._digest, self._run_id, step, compute_us, lanes, payload, error)
+        return Frame(kind, self._digest, self._run_id, step, compute_us, lanes, payload, error, self.index, traced)
+
+
+@dataclass(frozen=True)
+class _Lap:
+    """The lap that is being computed."""
+
+    step: int
+    traced: bool
+    before_us: int  # compute time of the stages before, microseconds
+    began: int  # here, ns of the performance counter
+
+    def so_far_us(self) -> int:
+        return self.before_us + (time.perf_counter_ns() - self.began) // 1000
+
+
+def _positions(lanes: Sequence[Lane]) -> np.ndarray:
+    """int32 (R,): the position of each row."""
+    return np.concatenate([np.arange(lane.position, lane.position + lane.length, dtype=np.int32) for lane in lanes])
