@@ -78,13 +78,14 @@ class Text:
         """The control tokens that show are the template's; what lies between them is text, disguised or not."""
         control, ids, at = self._vocabulary.control, list[int](), 0
         for match in self._vocabulary.control_pattern.finditer(rendered.text):
-            ids += self._tokenize(rendered.reveal(rendered.text[at : match.start()]), control=False)
+            part = rendered.reveal(rendered.text[at : match.start()])
+            ids += self._tokenize(part, control=False, continued=at > 0)
             ids.append(control[match.group() if match.group() in control else match.group().strip()])
             at = match.end()
-        return ids + self._tokenize(rendered.reveal(rendered.text[at:]), control=False)
+        return ids + self._tokenize(rendered.reveal(rendered.text[at:]), control=False, continued=at > 0)
 
-    def _tokenize(self, text: str, *, control: bool) -> list[int]:
-        tokenizer = self._vocabulary.tokenizer
+    def _tokenize(self, text: str, *, control: bool, continued: bool = False) -> list[int]:
+        tokenizer = self._vocabulary.continued if continued else self._vocabulary.tokenizer
         try:
             text.encode()
         except UnicodeEncodeError as e:

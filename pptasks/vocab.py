@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from pptasks.errors import ModelFileError, Unsupported
 
 MAX_TEMPLATE = 1 << 20  # characters of a chat template
 
-# Control tokens that end a turn, whatever a file says about eos: files often name only one of the two in use.
+# Tokens that end a turn, whatever a file says about eos (files often name only one of the two in use) or about their
+# kind (some have them as text that was added to the vocabulary).
 TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_turn|>",
     "<end_of_turn>", "<|EOT|>", "<|eot|>", "</s>",
@@ -29,6 +30,7 @@ Spell = Callable[[str], bytes]
 @dataclass(frozen=True)
 class Vocabulary:
     tokenizer: Tokenizer
+    continued: Tokenizer  # for text that follows a control token; the same, unless a space begins the first text only
     size: int  # highest id + 1
     control: Mapping[str, int]  # tokens that stand for no text: spelling -> id
     control_pattern: re.Pattern[str]  # finds the longest of them, with the white space that it swallows
@@ -65,21 +67,25 @@ def make(
 ) -> Vocabulary:
     """The vocabulary of a loaded tokenizer and what the files say beside it; errors name `source`.
 
-    Unsupported: a decoder that we do not know. ModelFileError: a template over the limit.
+    Unsupported: a decoder that we do not know, or a control token that plain text can become. ModelFileError: a
+    template over the limit.
     """
     if template is not None and len(template) > MAX_TEMPLATE:
         raise ModelFileError(f"{source}: its chat template has over {MAX_TEMPLATE} characters")
+    _promote(tokenizer, {bos_id, *eos_ids})
     added = tokenizer.get_added_tokens_decoder()
     control = {token.content: i for i, token in added.items() if token.special}
+    _check_plain_text(tokenizer, control, names.get("unk_token"), source)
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     spell, strip_first_space = _spelling(decoder, source)
     return Vocabulary(
         tokenizer=tokenizer,
+        continued=_continued(tokenizer),
         size=max([tokenizer.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)]),
         control=control,
         control_pattern=_pattern(added[i] for i in control.values()),
         silent=frozenset(control.values()).union(unused),
-        verbatim=frozenset(i for i, token in added.items() if not token.special),
+        verbatim=frozenset(i for i, t in added.items() if not t.special and spell is _spell_byte_level),
         spell=spell,
         strip_first_space=strip_first_space,
         bos_id=bos_id,
@@ -88,6 +94,35 @@ def make(
         template=template,
         names=names,
     )
+
+
+def _promote(tokenizer: Tokenizer, ids: Collection[int | None]) -> None:
+    """Make control tokens of those that begin or end a text or a turn, where the file has them as added text."""
+    for i, token in tokenizer.get_added_tokens_decoder().items():
+        if not token.special and (i in ids or token.content in TURN_ENDS):
+            token.special = True
+            tokenizer.add_special_tokens([token])
+
+
+def _check_plain_text(tokenizer: Tokenizer, control: Mapping[str, int], unknown: str | None, source: Path) -> None:
+    """Refuse merges that lead to a control token: a user could type it."""
+    tokenizer.encode_special_tokens = True
+    for spelling, i in control.items():
+        for text in (spelling, f"\n{spelling}"):  # behind a newline no space of the encoding's own stands before it
+            if spelling != unknown and i in tokenizer.encode(text, add_special_tokens=False).ids:
+                raise Unsupported(f"{source}: plain text can become its control token {spelling!r}")
+
+
+def _continued(tokenizer: Tokenizer) -> Tokenizer:
+    pre = tokenizer.pre_tokenizer
+    if not isinstance(pre, pre_tokenizers.Metaspace) or pre.prepend_scheme != "first":
+        return tokenizer
+    continued = Tokenizer(tokenizer.model)  # shared, not copied
+    if tokenizer.normalizer:
+        continued.normalizer = tokenizer.normalizer
+    continued.pre_tokenizer = pre_tokenizers.Metaspace(pre.replacement, prepend_scheme="never", split=pre.split)
+    continued.add_tokens([token for token in tokenizer.get_added_tokens_decoder().values() if not token.special])
+    return continued
 
 
 def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:

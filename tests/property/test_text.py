@@ -6,8 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pptasks import gguf, vocab_gguf, vocab_hf
 from pptasks.models import open_model
 from pptasks.text import Text, open_text
+from tests import vocabularies as made
 
 N_CONTROL = 17  # SmolLM2's control tokens have the ids below
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>"]
@@ -21,6 +23,15 @@ pieces = st.one_of(
 )
 texts = st.lists(pieces, max_size=8).map("".join)
 
+# For SentencePiece a "▁" is another spelling of a space, and any other character can be spelled.
+spm_pieces = st.one_of(
+    st.text(st.characters(codec="utf-8", exclude_characters="▁")),
+    st.sampled_from(
+        ["</s>", "<s>", "<unk>", "[INST]", "</", "s>", "<0x0A>", " ", "   ", "\n", "the cat", " sat", "🚀"]
+    ),
+)
+spm_texts = st.lists(spm_pieces, max_size=8).map("".join)
+
 many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -29,12 +40,59 @@ def text(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Text:
     return open_text(open_model(smollm2_gguf, tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture(scope="module", params=["gguf", "llama2", "mistral3"])
+def spm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """SentencePiece's way, from each kind of file; the template is "<s>" and the message."""
+    folder, template = tmp_path_factory.mktemp("spm"), "{{ bos_token }}{{ messages[0].content }}"
+    if request.param == "gguf":
+        path = made.write_spm(folder / "v.gguf", chat_template=template)
+        return Text(vocab_gguf.read(gguf.read_header(path).metadata, path))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": template}
+    tokenizer = made.llama2() if request.param == "llama2" else made.mistral3()
+    return Text(vocab_hf.read(made.write_hf(folder, tokenizer, tokenizer_config=config)))
+
+
+def first_text_only(spm: Text) -> bool:
+    return spm._vocabulary.continued is not spm._vocabulary.tokenizer
+
+
+def check_stream(text: Text, ids: list[int], whole: str) -> None:
+    """At each step the text so far is a beginning of the whole: no part of a character is ever shown."""
+    decoder, so_far = text.decoder(), ""
+    for i in ids:
+        so_far += decoder.push(i)
+        assert whole.startswith(so_far)
+    assert so_far + decoder.finish() == whole
+
+
 @many
 @given(s=texts)
 def test_decode_is_the_inverse_of_encode(text: Text, s: str) -> None:
     ids = text.encode(s)
     assert all(N_CONTROL <= i < text.vocab_size for i in ids)
-    assert text.decode(ids) == s
+    check_stream(text, ids, s)
+
+
+@many
+@given(s=spm_texts)
+def test_decode_is_the_inverse_of_encode_for_sentencepiece(spm: Text, s: str) -> None:
+    """No control token but the one bos. Where the pre-tokenizer adds the first space, it does not add a second."""
+    ids = spm.encode(s)
+    assert ids[0] == spm.bos_id
+    assert all(i > 2 for i in ids[1:])
+    check_stream(spm, ids, s.removeprefix(" ") if first_text_only(spm) else s)
+
+
+@many
+@given(s=spm_texts)
+def test_a_message_to_sentencepiece_is_text(spm: Text, s: str) -> None:
+    ids = spm.encode_chat([{"role": "user", "content": s}])
+    if first_text_only(spm):  # what follows <s> is no first text
+        assert ids[0] == spm.bos_id
+        assert all(i > 2 for i in ids[1:])
+        assert spm.decode(ids) == s.removeprefix(" ")
+    else:
+        assert ids == spm.encode(s)
 
 
 @many
