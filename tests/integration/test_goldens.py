@@ -8,7 +8,10 @@ import pytest
 
 from pptasks.modelinfo import Model
 from pptasks.models import open_model
+from tests import reference_model
+from tests.gguf_files import write_gguf
 from tests.pipeline import Pipeline, logits_of
+from workers import reference
 from workers.stage import Stage
 
 SPLITS = ["6", "3,3", "2,2,2", "1,5", "4,1,1", "0,3,3", "1,1,1,1,1,1", "0,1,1,1,1,1,1"]
@@ -42,6 +45,81 @@ def test_every_split_yields_the_golden_logits(goldens: Path, name: str, split: s
     expected = np.array(golden["logits_last"])
     logits = logits_of(pipeline(goldens / name, split, readout=readout), golden["prompt_ids"])[-1]
     assert np.abs(logits - expected).max() < 2e-3 * np.ptp(expected)
+
+
+# ---- every family, as a folder and as a GGUF file ----
+
+FAMILIES = [
+    "gpt2", "gpt2-no-prefix", "gpt2-untied-bf16", "llama-bias", "llama-headdim-f16", "llama-linear-rope", "llama-odd",
+    "llama-wide-bf16", "llama3-rope", "mistral-no-window", "mistral-window", "qwen2-bias", "qwen2-untied-f16",
+    "qwen3-tied", "qwen3-untied-bf16-sharded",
+]  # fmt: skip
+
+
+def splits_of(n_blocks: int) -> list[str]:
+    """The whole, a head without blocks, one block on the head, one block each."""
+    half = n_blocks // 2
+    return [f"{n_blocks}", f"0,{half},{n_blocks - half}", f"1,{n_blocks - 1}", ",".join("1" * n_blocks)]
+
+
+@pytest.mark.parametrize("readout", ["first", "last"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_yields_the_golden_answer(goldens: Path, name: str, readout: str) -> None:
+    golden, folder = expected_of(goldens / name), goldens / name
+    expected = np.array(golden["logits_last"])
+    for split in splits_of(open_model(folder, cache=Path("/nonexistent")).config.n_blocks):
+        pipe = pipeline(folder, split, readout=readout, prefill_chunk=16)
+        answer = pipe.generate(golden["prompt_ids"], len(golden["greedy_ids"]))
+        assert answer == golden["greedy_ids"], split
+    whole = pipeline(folder, splits_of(pipe.plan.n_blocks)[0], prefill_chunk=128)
+    logits = logits_of(whole, golden["prompt_ids"])[-1]
+    assert np.abs(logits - expected).max() < 1e-4 * np.ptp(expected)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", *FAMILIES])
+def test_a_gguf_of_every_family_yields_the_golden_answer(goldens: Path, tmp_path: Path, name: str) -> None:
+    golden = expected_of(goldens / name)
+    dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[golden["dtype"]]
+    file = write_gguf(goldens / name, tmp_path / "x.gguf", dtype)
+    pipe = pipeline(file, splits_of(open_model(file, cache=tmp_path).config.n_blocks)[2])
+    assert pipe.generate(golden["prompt_ids"], len(golden["greedy_ids"])) == golden["greedy_ids"]
+
+
+def test_a_split_gguf_yields_the_golden_answer(goldens: Path, tmp_path: Path) -> None:
+    golden = expected_of(goldens / "llama3-rope")
+    file = write_gguf(goldens / "llama3-rope", tmp_path / "x.gguf", "BF16", split=3)
+    assert pipeline(file, "1,1,2").generate(golden["prompt_ids"], len(golden["greedy_ids"])) == golden["greedy_ids"]
+
+
+QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.mark.parametrize("weights", ["16bit", "quantized"])
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_quantised_files_are_computed_as_their_values_say(
+    goldens: Path, tmp_path: Path, dtype: str, weights: str
+) -> None:
+    """Against the independent reference on the values that the gguf package reads; F16 rounds them once more."""
+    golden = expected_of(goldens / "llama-wide-bf16")
+    file = write_gguf(goldens / "llama-wide-bf16", tmp_path / "x.gguf", dtype)
+    pipe = pipeline(file, "1,1", weights=weights)
+    expected = reference.forward(*reference_model.from_gguf(file), golden["prompt_ids"])
+    logits = logits_of(pipe, golden["prompt_ids"])
+    tolerance = 2e-5 if weights == "quantized" else 3e-3
+    assert np.abs(logits - expected).max() < tolerance * np.ptp(expected)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", *FAMILIES])
+def test_the_pipeline_agrees_with_the_independent_reference(goldens: Path, name: str) -> None:
+    """At every position, on a text of its own; the reference shares no code with what serves."""
+    config, weights = reference_model.from_folder(goldens / name)
+    ids = np.random.default_rng(5).integers(3, min(config.vocab_size, 300), 60).tolist()
+    pipe = pipeline(goldens / name, splits_of(config.n_blocks)[2], context=64)
+    expected = reference.forward(config, weights, ids)
+    assert np.abs(logits_of(pipe, ids) - expected).max() < 1e-5 * np.ptp(expected)
+
+
+# ---- what else the goldens prove ----
 
 
 @pytest.mark.parametrize("split", ["6", "2,4"])
