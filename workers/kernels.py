@@ -20,14 +20,23 @@ from tinygrad.device import TinyELF
 from tinygrad.renderer.cstyle import ClangRenderer
 
 from pptasks.errors import ConfigError
-from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, ModelConfig
-from workers.weights import FLOATS, OnProgress, Weight, aligned_zeros
+from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, OUTPUT_NORM_BIAS, POSITIONS, ModelConfig, OnProgress
+from workers.trace import Trace
+from workers.weights import FLOATS, Weight, aligned_zeros
 
 SOURCE = Path(__file__).with_name("kernels.c")
 VECTOR = 16  # elements; what the kernels' loops step by
 OUTPUTS = 4  # of a matrix product at a time
-Call = tuple[Callable[..., None], tuple[ctypes.c_uint64, ...]]  # a loaded kernel and its arguments
-Argument = np.ndarray | Weight | ctypes.c_uint64  # memory, or what is set before each call
+BLOCK_TENSORS = (
+    "attn_norm", "attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm", "attn_output",
+    "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
+)  # fmt: skip  # as in `Weights` of kernels.c: each a weight and a bias
+TYPE_NAMES = {
+    "Q_T": "attn_q", "K_T": "attn_k", "V_T": "attn_v", "O_T": "attn_output",
+    "GATE_T": "ffn_gate", "UP_T": "ffn_up", "DOWN_T": "ffn_down",
+}  # fmt: skip
+Kernel = Callable[..., None]
+Call = tuple[Kernel, tuple[ctypes.c_uint64, ...]]  # a loaded kernel and its arguments
 
 
 def obstacle(config: ModelConfig) -> str | None:
@@ -36,13 +45,9 @@ def obstacle(config: ModelConfig) -> str | None:
         return f"the device is {Device.DEFAULT}"
     if not isinstance(Device["CPU"].renderer, ClangRenderer):
         return f"the CPU's renderer is {type(Device['CPU'].renderer).__name__}"
-    if config.architecture != "llama":
-        return f"the architecture is {config.architecture}"
-    sizes = {"hidden": config.dim, "feed-forward": config.ffn_dim, "head": config.head_dim}
-    for name, size in sizes.items():
-        if size % VECTOR:
-            return f"{name} width {size} is not a multiple of {VECTOR}"
-    return f"a vocabulary of {config.vocab_size}" if config.vocab_size < OUTPUTS else None
+    if config.norm not in ("rms", "layer"):
+        return f"the norm is {config.norm}"
+    return f"the feed-forward layer is {config.ffn}" if config.ffn not in ("swiglu", "gelu") else None
 
 
 class CpuKernels:
@@ -56,37 +61,44 @@ class CpuKernels:
         weights: Iterable[tuple[str, Weight]],
         *,
         blocks: range,
-        rope: np.ndarray,
+        rope: np.ndarray | None,
+        context: int,
         n_slots: int,
         max_rows: int,
+        traced: range,
     ):
-        """rope: float32 (context, Hd), the cosines of each position's angles, then the sines."""
-        self._config, self._block_ids, self._rope = config, blocks, rope
+        """rope: float32 (context, Hd), the cosines of each position's angles, then the sines; None where positions are
+        learned. `traced` is for the other backend: here any block can be traced.
+        """
+        self._config, self._block_ids, self._rope, self._context = config, blocks, rope, context
         self._weights = dict(weights)
-        cache = (n_slots, len(rope), config.n_kv_heads, config.head_dim)
+        cache = (n_slots, context, config.n_kv_heads, config.head_dim)
         self._cache = {i: (_zeros(cache), _zeros(cache)) for i in blocks}  # keys, values
-        self._scratch = _zeros((_scratch_floats(config, len(rope), max_rows),))
+        self._scratch = _zeros((_scratch_floats(config, context, max_rows),))
         self._x, self._slots, self._positions, self._logits, self._rows = (ctypes.c_uint64() for _ in range(5))
-        self._blocks: list[Call] | None = None
-        self._readout: Call | None = None
+        self._tensors: dict[int, np.ndarray] = {}  # of each block, what the kernel's `Weights` points to
+        self.trace: Trace | None = None  # of the last `forward` that was asked for one
 
-    def embed(self, ids: np.ndarray) -> np.ndarray:
-        return self._weights[EMBEDDING].data[ids].astype(np.float32)
+    def embed(self, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        x = self._weights[EMBEDDING].rows(ids)
+        return x + self._weights[POSITIONS].rows(positions) if POSITIONS in self._weights else x
 
-    def forward(self, x: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        if self._blocks is None:
-            self._blocks = [self._block_call(i) for i in self._block_ids]
-        out = np.array(x, np.float32, order="C")  # the kernels work in place
-        slots, positions = np.ascontiguousarray(slots, np.int32), np.ascontiguousarray(positions, np.int32)
-        self._x.value, self._slots.value, self._positions.value = map(_address, (out, slots, positions))
-        self._rows.value = len(out)
-        for kernel, arguments in self._blocks:
-            kernel(*arguments)
-        return out
+    def forward(
+        self, x: np.ndarray, slots: np.ndarray, positions: np.ndarray, *, trace: int | None = None
+    ) -> np.ndarray:
+        return self._run(self._blocks, x, slots, positions, trace)
+
+    def run_block(self, i: int, x: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return self._run({i: self._blocks[i]}, x, slots, positions, None)
+
+    def block_kinds(self) -> list[int]:
+        """One block for each different kernel of the span."""
+        kinds: dict[int, int] = {}
+        for i, (kernel, _) in self._blocks.items():
+            kinds.setdefault(id(kernel), i)  # `_load` keeps them all
+        return list(kinds.values())
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        if self._readout is None:
-            self._readout = self._readout_call()
         x = np.ascontiguousarray(x, np.float32)
         out = np.empty((len(x), self._config.vocab_size), np.float32)
         self._x.value, self._logits.value, self._rows.value = _address(x), _address(out), len(x)
@@ -103,39 +115,69 @@ class CpuKernels:
             self.logits(x)
         on_progress("compile", 2, 2)
 
+    def _run(
+        self, calls: Mapping[int, Call], x: np.ndarray, slots: np.ndarray, positions: np.ndarray, trace: int | None
+    ) -> np.ndarray:
+        out = np.array(x, np.float32, order="C")  # the kernels work in place
+        slots, positions = np.ascontiguousarray(slots, np.int32), np.ascontiguousarray(positions, np.int32)
+        self._x.value, self._slots.value, self._positions.value = map(_address, (out, slots, positions))
+        self._rows.value = len(out)
+        for i, (kernel, arguments) in calls.items():
+            before = out.copy() if i == trace else None
+            kernel(*arguments)
+            if before is not None:
+                self.trace = self._trace_of(i, before, out)
+        return out
+
+    def _trace_of(self, i: int, x: np.ndarray, y: np.ndarray) -> Trace:
+        """What the call of block `i` that has just ended left in the scratch."""
+        parts, at = {}, 0
+        for name, width in _scratch_widths(self._config).items():
+            parts[name] = self._scratch[at : at + len(x) * width].reshape(len(x), width).copy()
+            at += len(x) * width
+        return Trace(i, x=x, y=y.copy(), **{name: parts[name] for name in "qkvoha"})
+
+    @functools.cached_property
+    def _blocks(self) -> dict[int, Call]:
+        return {i: self._block_call(i) for i in self._block_ids}
+
     def _block_call(self, i: int) -> Call:
         """Block `i` with its arguments, in the order of `block` in kernels.c."""
         c = self._config
-
-        def weight(name: str) -> Weight:
-            return self._weights[f"blk.{i}.{name}.weight"]
-
-        q, k, v, o = (weight(f"attn_{name}") for name in ("q", "k", "v", "output"))
-        gate, up, down = (weight(f"ffn_{name}") for name in ("gate", "up", "down"))
-        sizes = {"HEADS": c.n_heads, "KV_HEADS": c.n_kv_heads, "HEAD_DIM": c.head_dim, "FFN": c.ffn_dim}
-        types = {"Q_T": q, "K_T": k, "V_T": v, "O_T": o, "GATE_T": gate, "UP_T": up, "DOWN_T": down}
-        kernel = _compile("block", c, sizes, types)
+        optional = {"attn_q_norm", "attn_k_norm"} | ({"ffn_gate"} if c.ffn == "gelu" else set())
+        tensors = {name: self._weights.get(f"blk.{i}.{name}.weight") for name in BLOCK_TENSORS}
+        missing = [name for name, weight in tensors.items() if weight is None and name not in optional]
+        if missing:
+            raise KeyError(f"block {i} lacks {', '.join(missing)}")  # the kernel would read through NULL
+        biases = (self._weights.get(f"blk.{i}.{name}.bias") for name in BLOCK_TENSORS)
+        pairs = list(zip(tensors.values(), biases, strict=True))
+        self._tensors[i] = np.array([[_address(w), _address(b)] for w, b in pairs], np.uint64)
+        kernel = _compile("block", c, {macro: tensors[name] for macro, name in TYPE_NAMES.items()})
         return kernel, _arguments(
-            self._x, self._scratch, self._slots, self._positions, self._rope, *self._cache[i],
-            weight("attn_norm"), q, k, v, o, weight("ffn_norm"), gate, up, down,
-            self._rows, ctypes.c_uint64(len(self._rope)),
+            self._x, self._scratch, self._slots, self._positions, self._rope, *self._cache[i], self._tensors[i],
+            self._rows, ctypes.c_uint64(self._context), ctypes.c_uint64(c.windows[i]),
         )  # fmt: skip
 
-    def _readout_call(self) -> Call:
+    @functools.cached_property
+    def _readout(self) -> Call:
         """The read-out with its arguments, in the order of `readout` in kernels.c."""
         output = self._weights[EMBEDDING if self._config.tied else OUTPUT]
-        kernel = _compile("readout", self._config, {"VOCAB": self._config.vocab_size}, {"OUT_T": output})
-        norm = self._weights[OUTPUT_NORM]
-        return kernel, _arguments(self._logits, self._scratch, self._x, norm, output, self._rows)
+        norm, bias = self._weights[OUTPUT_NORM], self._weights.get(OUTPUT_NORM_BIAS)
+        kernel = _compile("readout", self._config, {"OUT_T": output})
+        return kernel, _arguments(self._logits, self._scratch, self._x, norm, bias, output, self._rows)
 
 
-def _compile(entry: str, c: ModelConfig, sizes: Mapping[str, int], types: Mapping[str, Weight]) -> Callable[..., None]:
-    """The function `entry` of kernels.c for these numbers and element types.
+def _compile(entry: str, c: ModelConfig, types: Mapping[str, Weight | None]) -> Kernel:
+    """The function `entry` of kernels.c for this model's numbers and these types of weights.
 
     Raises ConfigError if the compiler refuses it.
     """
-    defines = {f"ENTRY_{entry.upper()}": 1, "DIM": c.dim, "EPS": f"{c.norm_eps!r}f", **sizes}
-    defines |= {name: weight.dtype.lower() for name, weight in types.items()}
+    defines = {
+        f"ENTRY_{entry.upper()}": 1, "DIM": c.dim, "HEADS": c.n_heads, "KV_HEADS": c.n_kv_heads,
+        "HEAD_DIM": c.head_dim, "FFN": c.ffn_dim, "VOCAB": c.vocab_size, "EPS": f"{c.norm_eps!r}f",
+        "LAYER_NORM": int(c.norm == "layer"), "GELU": int(c.ffn == "gelu"),
+    }  # fmt: skip
+    defines |= {name: weight.dtype.lower() if weight else "f32" for name, weight in types.items()}
     source = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + SOURCE.read_text()
     return _load(entry, source).fxn
 
@@ -150,11 +192,15 @@ def _load(entry: str, source: str) -> Any:
     return device.runtime(TinyELF(binary, entry, device.renderer.target, signature=()))
 
 
-def _arguments(*arguments: Argument) -> tuple[ctypes.c_uint64, ...]:
+def _arguments(*arguments: np.ndarray | Weight | ctypes.c_uint64 | None) -> tuple[ctypes.c_uint64, ...]:
+    """Addresses of memory; what is set before each call, as it is."""
     return tuple(a if isinstance(a, ctypes.c_uint64) else ctypes.c_uint64(_address(a)) for a in arguments)
 
 
-def _address(memory: np.ndarray | Weight) -> int:
+def _address(memory: np.ndarray | Weight | None) -> int:
+    """NULL for None."""
+    if memory is None:
+        return 0
     return (memory.data if isinstance(memory, Weight) else memory).ctypes.data
 
 
@@ -162,10 +208,14 @@ def _zeros(shape: tuple[int, ...]) -> np.ndarray:
     return aligned_zeros(shape, FLOATS["F32"])
 
 
-def _scratch_floats(c: ModelConfig, context: int, rows: int) -> int:
-    """What `block` in kernels.c cuts up: per row the normed x, an output, q, k, v, attention, gate and up; then scores.
+def _scratch_widths(c: ModelConfig) -> dict[str, int]:
+    """What `block` in kernels.c keeps of each row, in its order, by the names of `Trace`."""
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    return {"h": c.dim, "sum": c.dim, "q": q, "k": kv, "v": kv, "o": q, "a": c.ffn_dim, "up": c.ffn_dim}
 
-    `readout` needs less: the normed x.
-    """
-    per_row = 2 * c.dim + 2 * (c.n_heads + c.n_kv_heads) * c.head_dim + 2 * c.ffn_dim
-    return rows * per_row + c.n_heads * (-(-context // VECTOR) * VECTOR)
+
+def _scratch_floats(c: ModelConfig, context: int, rows: int) -> int:
+    """Those of all rows, then the scores, then a few rows of a quantised weight. `readout` needs less."""
+    scores = c.n_heads * (-(-context // VECTOR) * VECTOR)
+    widened = OUTPUTS * max(c.dim, c.n_heads * c.head_dim, c.ffn_dim)
+    return rows * sum(_scratch_widths(c).values()) + scores + widened
