@@ -7,7 +7,9 @@
     ├── ModelError              a model that cannot be read
     │   ├── ModelNotFound       no such alias, file or folder
     │   ├── ModelFileError      truncated, or not what its name says
-    │   └── Unsupported         an architecture, tensor type or tokenizer that we do not know, by name
+    │   ├── Unsupported         an architecture, tensor type or tokenizer that we do not know, by name
+    │   └── DownloadError       a server, a network or a disk that does not give or take the bytes
+    │       └── NeedsToken      a repository that is gated or private: a licence to accept, a token to give
     ├── RequestError            a request that no pipeline could serve: empty, too long, an id outside the vocabulary
     ├── WireError               a frame that is refused
     │   ├── VersionMismatch     a version that we do not speak
@@ -22,6 +24,9 @@
     ├── StageTaken              another worker serves this stage already
     ├── StageFailed             a worker died or reported an error; carries its last log lines
     ├── NotReady                a stage was not ready in time
+    ├── ProbeFailed             a device that gets a known product wrong, or a kernel that nothing can replace
+    ├── VerifyFailed         an answer that came out otherwise when it was computed again
+    ├── AuditFailed             a live product that was computed again and came out otherwise
     └── RequestFailed           the pipeline gave up on a request
 
 A message names the thing and says what to do. None of them ever holds a secret.
@@ -59,6 +64,14 @@ class ModelFileError(ModelError):
 
 
 class Unsupported(ModelError):
+    pass
+
+
+class DownloadError(ModelError):
+    pass
+
+
+class NeedsToken(DownloadError):
     pass
 
 
@@ -119,6 +132,18 @@ class StageFailed(PPError):
 
 
 class NotReady(PPError):
+    pass
+
+
+class ProbeFailed(PPError):
+    pass
+
+
+class VerifyFailed(PPError):
+    pass
+
+
+class AuditFailed(PPError):
     pass
 
 

@@ -16,6 +16,7 @@ import redis
 from pptasks.errors import NotReady, PlanError, StageFailed
 from pptasks.keys import Keys
 from pptasks.plan import Plan, Span
+from pptasks.probe import expected
 
 _MAX_RECORD = 64 << 10
 
@@ -35,9 +36,12 @@ class Member:
     total: int = 0
     device: str = ""
     span: tuple[int, int] | None = None
-    n_blocks: int = 0
     digest: str = ""  # hex, of its plan
     key_id: str = ""  # which PP_SECRET it has, see `wire.key_id`
+    probe: str = ""  # digest of the probe's product as its device computed it, see `probe.expected`
+    kernels: str = ""  # "c" or "tinygrad"
+    gate_failure: str = ""  # why its fast kernels were switched off at the start
+    arithmetic: str = ""  # equal on two stages that round alike, bit for bit
     weights_bytes: int = 0
     rss_bytes: int = 0
     error: str = ""
@@ -97,8 +101,10 @@ def check_ready(members: Mapping[int, Member], plan: Plan, key_id: str = "") -> 
             raise PlanError(
                 f"{who} has plan {member.digest[:8] or 'none'} and blocks {member.span}, "
                 f"this run {plan.digest.hex()[:8]} and {_ends(plan.spans[stage])}: "
-                "start every stage with the same model, stages, split, wire, readout, context and slots"
+                "start every stage with the same model, stages, split, wire, readout, context, slots and weights"
             )
+        if (member.probe or member.state == "ready") and member.probe != expected():
+            raise StageFailed(f"{who}: {member.device or 'its device'} multiplies matrices wrongly (probe): replace it")
         if member.key_id != key_id:
             raise PlanError(f"{who} has another PP_SECRET than this run: give every stage the same 64 hex digits")
     return all(stage in members and members[stage].state == "ready" for stage in range(plan.n_stages))

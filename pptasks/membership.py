@@ -98,6 +98,14 @@ class Membership:
         except redis.RedisError:
             return False
 
+    def arithmetics(self) -> set[str]:
+        """Those of all stages, as the broker says now. Raises BrokerError."""
+        try:
+            members = read_members(self._client, self._keys, self._n_stages)
+        except redis.RedisError as e:
+            raise BrokerError(f"the stages' records cannot be read: {explain(e)}") from None
+        return {members[i].arithmetic if i in members else "" for i in range(self._n_stages)}
+
     def watch_restarts(self, on_restart: Callable[[int], None]) -> None:
         """Call `on_restart(stage)` when a stage is ready again in another incarnation: its KV cache is empty."""
         self._on_restart = on_restart

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pptasks.config import Settings
 from pptasks.errors import AuditFailed, BrokerError, ConfigError, PPError, RequestError, RequestFailed, WireError
@@ -26,6 +27,9 @@ from workers.loader import Loader, choose_compiler
 from workers.reporter import Reporter
 from workers.stage import Stage
 from workers.verify import verify
+
+if TYPE_CHECKING:
+    from pptasks.text import Text
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +104,7 @@ class Engine:
         plan = loader.plan
         span = plan.spans[index]
         member.update(key_id=key_id(self.secret), digest=plan.digest.hex(), span=(span.lo, span.hi))
+        text = self._open_text(loader) if index == HEAD else None  # refused before weights are fetched
         choose_compiler(settings)
         from workers.probe import probe  # imports tinygrad, which takes a second: say hello first
 
@@ -114,17 +119,20 @@ class Engine:
         )
         slice_.warm()
         stage = Stage(plan, index, short_id(settings.run), slice_)
-        return stage, self._make_head(stage, loader) if index == HEAD else None
+        return stage, self._make_head(stage, loader, text) if text is not None else None
 
-    def _make_head(self, stage: Stage, loader: Loader) -> Head:
+    def _open_text(self, loader: Loader) -> "Text":
         from pptasks.text import open_text  # only the head opens the tokenizer
 
+        loader.model.source.fetch_text(self._progress)
+        return open_text(loader.model)
+
+    def _make_head(self, stage: Stage, loader: Loader, text: "Text") -> Head:
         membership = self._membership
         membership.watch_restarts(lambda stage: self.inbox.put(Restarted(stage)))
-        loader.model.source.fetch_text(self._progress)
         return Head(
             stage,
-            open_text(loader.model),
+            text,
             self._reporter,
             lap_deadline_s=self._settings.lap_deadline_s,
             vocab_size=loader.model.config.vocab_size,

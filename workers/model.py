@@ -4,35 +4,51 @@ A batch is a flat list of rows. A row is one position of one sequence: a prompt'
 slot, a decode step is one row a lane, and one call may hold both. Which request a slot belongs to, and what its rows
 mean to it, is for other modules.
 
-Shapes: R rows, D width of the hidden state, V vocabulary.
+Shapes: R rows, D width of the hidden state, Hd width of a head, V vocabulary.
 """
 
+import hashlib
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Protocol, TypeVar
 
 import numpy as np
 from tinygrad import Device
 
-from pptasks.modelinfo import Model, ModelConfig
+from pptasks.errors import ProbeFailed
+from pptasks.modelinfo import ROPE_FACTORS, Model, ModelConfig, OnProgress, Rope
 from pptasks.plan import Span
 from workers import kernels as c_kernels
+from workers.audit import Audit
+from workers.gates import Gates
 from workers.plain import PlainTinygrad
-from workers.weights import OnProgress, Weight, load
+from workers.probe import device_name
+from workers.trace import Trace
+from workers.weights import Weight, load
 
 log = logging.getLogger(__name__)
 
+AnyBackend = TypeVar("AnyBackend", c_kernels.CpuKernels, PlainTinygrad)
+
 
 class Backend(Protocol):
-    """One way to compute. The arrays are checked already, `rows` of them at most; every method returns a new one."""
+    """One way to compute. The arrays are checked already, `max_rows` rows at most; every method returns a new one."""
 
     name: str
+    trace: Trace | None  # of the last call that asked for one
 
-    def embed(self, ids: np.ndarray) -> np.ndarray:
-        """int32 (R,) -> float32 (R, D)"""
+    def embed(self, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int32 (R,), int32 (R,) -> float32 (R, D); the positions count where they are learned."""
 
-    def forward(self, x: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """float32 (R, D), int32 (R,), int32 (R,) -> float32 (R, D)"""
+    def forward(
+        self, x: np.ndarray, slots: np.ndarray, positions: np.ndarray, *, trace: int | None = None
+    ) -> np.ndarray:
+        """float32 (R, D), int32 (R,), int32 (R,) -> float32 (R, D). trace: a block whose steps are kept as `trace`."""
+
+    def run_block(self, i: int, x: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """As `forward`, block `i` of the model alone."""
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """float32 (R, D) -> float32 (R, V)"""
@@ -45,8 +61,11 @@ class Slice:
     """A span of a model, with its weights and its KV cache. One thread makes it and calls it.
 
     Loads the span's blocks and what `embedding` and `readout` ask for, nothing else; a tied matrix is held once.
-    `kernels` is "auto" (the C kernels where they can run, else tinygrad) or "tinygrad". Raises what `weights.load`
-    raises, and Unsupported for an architecture that cannot be computed.
+    `kernels` is "auto" (the C kernels where they can run, else tinygrad) or "tinygrad"; `weights` says how quantised
+    weights are held, "16bit" or "quantized"; `audit_rate` is the share of calls that are audited (audit.py).
+
+    The kernels have passed their gates (gates.py) when this returns. C kernels that fail are replaced by tinygrad's,
+    and `gate_failure` says why. Raises what `weights.load` raises, and ProbeFailed if tinygrad's fail too.
     """
 
     def __init__(
@@ -60,59 +79,138 @@ class Slice:
         context: int,
         max_rows: int,
         kernels: str,
+        weights: str = "16bit",
+        audit_rate: float = 0.0,
         on_progress: OnProgress,
     ):
-        config = model.config
-        self.dim = config.dim
+        self.dim = model.config.dim
         self.device: str = Device.DEFAULT
         self.weights_bytes = 0  # in memory
-        self._vocab, self._n_slots, self._context, self._max_rows = config.vocab_size, n_slots, context, max_rows
-        self._on_progress = on_progress
-        refs = model.stage_tensors(span.lo, span.hi, embedding=embedding, readout=readout)
-        make = c_kernels.CpuKernels if _use_c(config, kernels) else PlainTinygrad
-        self._backend: Backend = make(
-            config,
-            self._counted(load(refs, on_progress)),
-            blocks=range(span.lo, span.hi),
-            rope=rope_table(config, context),
-            n_slots=n_slots,
-            max_rows=max_rows,
-        )
-        self.kernels_used = self._backend.name  # "c" or "tinygrad"
+        self.gate_failure = ""  # what disagreed at the start; `kernels_used` is what stayed in use
+        self._config, self._n_slots, self._context, self._max_rows = model.config, n_slots, context, max_rows
+        self._blocks, self._on_progress = range(span.lo, span.hi), on_progress
+        refs = {ref.name: ref for ref in model.stage_tensors(span.lo, span.hi, embedding=embedding, readout=readout)}
+        factors = refs.pop(ROPE_FACTORS, None)
+        self._factors = None if factors is None else next(load([factors], on_progress))[1].data
+        self._rope = rope_table(model.config, context, self._factors)
 
-    def embed(self, ids: np.ndarray) -> np.ndarray:
-        """int32 (R,) -> float32 (R, D), 1 <= R <= max_rows. ValueError for an id outside the vocabulary."""
+        use_c, rng = _use_c(model.config, kernels), np.random.default_rng()
+        one = self._blocks[int(rng.integers(max(1, len(span)))) :][:1]  # tinygrad keeps the steps of one block, or none
+        self._traced = self._blocks if use_c else one
+        self._audit = (
+            Audit(model.config, audit_rate, rng, traced=self._traced, names=refs.keys(), factors=self._factors)
+            if audit_rate
+            else None
+        )
+        loaded = self._loaded(load(list(refs.values()), on_progress, quantized=weights == "quantized"))
+        self._backend: Backend = self._on_c(loaded, one) if use_c else self._on_tinygrad(loaded, one)
+        self.kernels_used = self._backend.name  # "c" or "tinygrad"
+        self.exact = self.kernels_used == "c"  # equal bits, however many rows a step has
+        self.arithmetic = c_arithmetic() if self.exact else tinygrad_arithmetic()  # of two exact stages: equal bits
+
+    def embed(self, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int32 (R,), int32 (R,) -> float32 (R, D), 1 <= R <= max_rows.
+
+        ValueError for an id outside the vocabulary or a position outside the context.
+        """
         self._check_rows(len(ids))
-        _check_range("token id", ids, self._vocab)
-        return self._backend.embed(ids)
+        if len(ids) != len(positions):
+            raise ValueError(f"{len(ids)} ids and {len(positions)} positions")
+        _check_range("token id", ids, self._config.vocab_size)
+        _check_range("position", positions, self._context)
+        return self._backend.embed(ids, positions)
 
     def forward(self, x: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """float32 (R, D), int32 (R,), int32 (R,) -> float32 (R, D), 1 <= R <= max_rows.
 
         Each row's keys and values are written at (slot, position); then the row attends over positions 0 to its own of
         that slot, those of this call included. Writing a position again does no harm.
-        ValueError for rows, a slot or a position that do not fit.
+        ValueError for rows, a slot or a position that do not fit; AuditFailed if this call was audited and is wrong.
         """
         self._check_hidden(x)
         if not len(x) == len(slots) == len(positions):
             raise ValueError(f"{len(x)} rows, {len(slots)} slots and {len(positions)} positions")
         _check_range("slot", slots, self._n_slots)
         _check_range("position", positions, self._context)
-        return self._backend.forward(x, slots, positions)
+        block = self._audit.choose(self._traced) if self._audit is not None and self._audit.due() else None
+        y = self._backend.forward(x, slots, positions, trace=block)
+        if block is not None and self._audit is not None and self._backend.trace is not None:
+            self._audit.check_block(self._backend.trace, slots, positions)
+        return y
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        """float32 (R, D) -> float32 (R, V), 1 <= R <= max_rows: the final norm and the output head."""
+        """float32 (R, D) -> float32 (R, V), 1 <= R <= max_rows: the final norm and the output head. Raises as `forward`
+        does."""
         self._check_hidden(x)
-        return self._backend.logits(x)
+        logits = self._backend.logits(x)
+        if self._audit is not None and self._audit.due():
+            self._audit.check_logits(x, logits)
+        return logits
 
     def warm(self) -> None:
         """Compile and run everything once. Before the first request: position 0 of any slot may be overwritten."""
         self._backend.warm(self._on_progress)
 
-    def _counted(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+    # ---- the way to a backend that has passed its gates ----
+
+    def _on_c(self, weights: Iterable[tuple[str, Weight]], one: range) -> Backend:
+        held = dict(weights)
+        backend = self._make(c_kernels.CpuKernels, held.items())
+        gates = self._gates(backend.block_kinds())
+        for name, weight in held.items():
+            gates.see(name, weight)
+        self._on_progress("gates", 0, 1)
+        wrong = gates.against_numpy(backend)
+        if wrong is not None:
+            log.error("the C kernels are switched off, tinygrad's own are used instead: %s", wrong)
+            self.gate_failure = wrong
+            return self._on_tinygrad(held.items(), one)
+        wrong = gates.against_plain(backend)
+        if wrong is not None:  # two agree against one
+            log.error("tinygrad's own kernels are wrong on this machine, the C kernels stay in use: %s", wrong)
+            self.gate_failure = wrong
+        return backend
+
+    def _on_tinygrad(self, weights: Iterable[tuple[str, Weight]], one: range) -> Backend:
+        """`one`: the block, if there is any, that is compared now and traced later."""
+        self._traced, gates = one, self._gates(one)
+        backend = self._make(PlainTinygrad, _shown(weights, gates.see))
+        wrong = gates.against_numpy(backend)
+        if wrong is not None:
+            raise ProbeFailed(f"device {self.device} computes wrongly: {wrong}; use another machine, or another device")
+        return backend
+
+    def _make(self, backend: type[AnyBackend], weights: Iterable[tuple[str, Weight]]) -> AnyBackend:
+        return backend(
+            self._config,
+            weights,
+            blocks=self._blocks,
+            rope=self._rope,
+            context=self._context,
+            n_slots=self._n_slots,
+            max_rows=self._max_rows,
+            traced=self._traced if self._audit is not None else range(0),
+        )
+
+    def _gates(self, blocks: Sequence[int]) -> Gates:
+        return Gates(
+            self._config,
+            blocks,
+            rope=self._rope,
+            factors=self._factors,
+            slot=self._n_slots - 1,
+            context=self._context,
+            max_rows=self._max_rows,
+        )
+
+    def _loaded(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         for name, weight in weights:
-            self.weights_bytes += weight.data.nbytes
+            self.weights_bytes += weight.nbytes
+            if self._audit is not None:
+                self._audit.see(name, weight)
             yield name, weight
+
+    # ---- what comes in ----
 
     def _check_hidden(self, x: np.ndarray) -> None:
         self._check_rows(len(x))
@@ -124,11 +222,50 @@ class Slice:
             raise ValueError(f"{rows} rows; expected 1 to {self._max_rows}")
 
 
-def rope_table(config: ModelConfig, context: int) -> np.ndarray:
-    """float32 (context, Hd): cos(p * theta^(-2i/Hd)) for i < Hd/2, then the sines; computed in float64."""
-    frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)  # (Hd/2,)
+def rope_table(config: ModelConfig, context: int, factors: np.ndarray | None = None) -> np.ndarray | None:
+    """float32 (context, Hd): the cosines of each position's Hd/2 angles, then their sines; None for learned positions.
+
+    An angle is the position times a frequency, see `modelinfo.Rope`; `factors` (Hd/2,) is the file's
+    `rope_freqs.weight`. Computed in float64.
+    """
+    if config.rope is None:
+        return None
+    frequencies = _scaled(config.rope.theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim), config.rope)
+    if factors is not None:
+        frequencies = frequencies / factors.astype(np.float64)
     angles = np.outer(np.arange(context), frequencies)
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def c_arithmetic() -> str:
+    """Of the C kernels: their text, and what this compiler makes of a sum for this processor."""
+    device = Device["CPU"]
+    code = device.compiler.compile_cached(_SUM)
+    return f"c {hashlib.sha256(c_kernels.SOURCE.read_bytes() + code).hexdigest()[:16]}"
+
+
+def tinygrad_arithmetic() -> str:
+    return f"tinygrad {version('tinygrad')} {Device.DEFAULT} {device_name()}"
+
+
+_SUM = """
+typedef float v16 __attribute__((ext_vector_type(16)));
+void sum(v16 *out, const v16 *x, const v16 *y, long n) {
+  v16 total = (v16)(0.0f);
+  for (long i = 0; i < n; i++) total += x[i] * y[i];
+  *out = total / (1.0f + *out);
+}
+"""
+
+
+def _scaled(frequencies: np.ndarray, rope: Rope) -> np.ndarray:
+    if rope.scaling == "linear":
+        return frequencies / rope.factor
+    if rope.scaling == "llama3":
+        turns = rope.original_context * frequencies / (2 * math.pi)  # of each pair, within the original context
+        kept = np.clip((turns - rope.low) / (rope.high - rope.low), 0.0, 1.0)
+        return kept * frequencies + (1.0 - kept) * frequencies / rope.factor
+    return frequencies
 
 
 def _use_c(config: ModelConfig, kernels: str) -> bool:
@@ -139,6 +276,12 @@ def _use_c(config: ModelConfig, kernels: str) -> bool:
         level = logging.WARNING if Device.DEFAULT == "CPU" else logging.INFO
         log.log(level, "tinygrad's own kernels are used: %s", why_not)
     return why_not is None
+
+
+def _shown(weights: Iterable[tuple[str, Weight]], see: Callable[[str, Weight], None]) -> Iterator[tuple[str, Weight]]:
+    for name, weight in weights:
+        see(name, weight)
+        yield name, weight
 
 
 def _check_range(what: str, values: np.ndarray, end: int) -> None:

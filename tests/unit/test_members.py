@@ -8,6 +8,7 @@ import pytest
 from pptasks.errors import PlanError, StageFailed
 from pptasks.members import Member, check_ready
 from pptasks.plan import Plan, Span
+from pptasks.probe import expected
 
 PLAN = Plan(
     spans=(Span(0, 2), Span(2, 4), Span(4, 6)),
@@ -24,7 +25,12 @@ PLAN = Plan(
 def member(stage: int, state: str = "ready", plan: Plan = PLAN, **changes: object) -> Member:
     span = plan.spans[stage]
     described = Member(
-        stage=stage, node=f"pp-stage-{stage}@here", state=state, digest=plan.digest.hex(), span=(span.lo, span.hi)
+        stage=stage,
+        node=f"pp-stage-{stage}@here",
+        state=state,
+        digest=plan.digest.hex(),
+        span=(span.lo, span.hi),
+        probe=expected(),
     )
     return replace(described, **changes)  # type: ignore[arg-type]
 
@@ -115,3 +121,12 @@ def test_what_is_no_record_is_a_value_error(raw: bytes) -> None:
 def test_json_that_is_no_record_is_a_value_error(raw: bytes) -> None:
     with pytest.raises(ValueError, match="record"):
         Member.from_json(raw)
+
+
+def test_a_device_that_multiplies_wrongly_is_named() -> None:
+    for probe in ("0" * 16, ""):
+        with pytest.raises(StageFailed, match=r"^stage 1 \(pp-stage-1@here\): GPU7 multiplies matrices wrongly"):
+            check_ready(everyone(probe=probe, device="GPU7"), PLAN)
+    with pytest.raises(StageFailed):  # before it has its layers
+        check_ready({1: member(1, "starting", probe="0" * 16)}, PLAN)
+    assert check_ready({1: member(1, "starting", probe="")}, PLAN) is False

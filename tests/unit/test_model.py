@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pptasks.errors import Unsupported
-from pptasks.modelinfo import Model
+from pptasks.modelinfo import Model, Rope
 from pptasks.models import open_model
 from pptasks.plan import Span
-from workers.model import Slice
+from workers.model import Slice, rope_table
+from workers.reference import rope_angles
 
+FAMILIES = sorted(p.name for p in (Path(__file__).parents[1] / "goldens").iterdir() if p.is_dir())
 LLAMAS = ["llama-tied", "llama-untied-sharded-bf16"]
 CONTEXT, MAX_ROWS, SLOT = 64, 16, 1
+PARAMETERS = 134_515_008 + 49_152 * 576  # of SmolLM2, whose tied matrix is here on the first stage and on the last
 
 
 @dataclass(frozen=True)
@@ -43,29 +45,43 @@ def make(model: Model, lo: int, hi: int, **changes: Any) -> Slice:
 
 def run(slices: list[Slice], ids: list[int], first: int = 0) -> np.ndarray:
     """Logits (len(ids), V) of consecutive positions from `first` on, through a chain of slices."""
-    x = slices[0].embed(np.array(ids, np.int32))
+    positions = np.arange(first, first + len(ids), dtype=np.int32)
+    x = slices[0].embed(np.array(ids, np.int32), positions)
     for slice_ in slices:
-        x = slice_.forward(x, np.full(len(ids), SLOT, np.int32), np.arange(first, first + len(ids), dtype=np.int32))
+        x = slice_.forward(x, np.full(len(ids), SLOT, np.int32), positions)
     return slices[-1].logits(x)
 
 
 def greedy(slices: list[Slice], prompt: list[int], n: int) -> tuple[np.ndarray, list[int]]:
     """Logits after the prompt, and the ids that follow."""
-    after_prompt = run(slices, prompt)[-1]
+    after_prompt = [run(slices, prompt[i : i + MAX_ROWS], i) for i in range(0, len(prompt), MAX_ROWS)][-1][-1]
     ids = [int(after_prompt.argmax())]
     while len(ids) < n:
         ids.append(int(run(slices, ids[-1:], len(prompt) + len(ids) - 1)[0].argmax()))
     return after_prompt, ids
 
 
-@pytest.mark.parametrize("kernels", ["auto", "tinygrad"])
-def test_goldens(golden: Golden, kernels: str):
-    whole = make(golden.model, 0, golden.model.config.n_blocks, kernels=kernels)
-    expected = np.array(golden.expected["logits_last"])
-    logits, ids = greedy([whole], golden.expected["prompt_ids"], len(golden.expected["greedy_ids"]))
-    assert whole.kernels_used == ("tinygrad" if kernels == "tinygrad" else "c")
-    assert ids == golden.expected["greedy_ids"]
+def check_golden(folder: Path, cache: Path, **changes: Any) -> Slice:
+    """The whole model in one slice, every call audited: the golden tokens, and logits close to the golden ones."""
+    model, golden = open_model(folder, cache), json.loads((folder / "expected.json").read_text())
+    n = len(golden["prompt_ids"]) + len(golden["greedy_ids"])
+    whole = make(model, 0, model.config.n_blocks, context=n, audit_rate=1.0, **changes)
+    logits, ids = greedy([whole], golden["prompt_ids"], len(golden["greedy_ids"]))
+    expected = np.array(golden["logits_last"])
+    assert ids == golden["greedy_ids"]
     assert np.abs(logits - expected).max() <= 2e-3 * (expected.max() - expected.min())
+    assert whole.gate_failure == ""
+    return whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_goldens(goldens: Path, tmp_path: Path, name: str):
+    assert check_golden(goldens / name, tmp_path).kernels_used == "c"
+
+
+@pytest.mark.parametrize("name", ["llama-tied"])
+def test_goldens_by_tinygrad(goldens: Path, tmp_path: Path, name: str):
+    assert check_golden(goldens / name, tmp_path, kernels="tinygrad").kernels_used == "tinygrad"
 
 
 @pytest.mark.parametrize("cuts", [(3,), (1, 2), (0, 4), (1, 2, 3, 4, 5)])
@@ -95,8 +111,8 @@ def test_mistakes_are_visible(golden: Golden, mistake: str):
     wrong = {"a dropped block": [(0, 2), (3, n)], "two stages swapped": [(0, 2), (4, n), (2, 4)]}
     bounds = wrong.get(mistake, [(0, 3), (3, n)])
     chain = [make(golden.model, lo, hi, embedding=True, readout=True) for lo, hi in bounds]
-    x = chain[0].embed(np.array(prompt, np.int32))
     slots, positions = np.full(len(prompt), SLOT, np.int32), np.arange(len(prompt), dtype=np.int32)
+    x = chain[0].embed(np.array(prompt, np.int32), positions)
     if mistake == "positions off by one":
         positions[-1] += 1
     if mistake == "slots mixed up":
@@ -142,19 +158,45 @@ def test_what_would_leave_the_cache_is_refused(golden: Golden, rows: int, slot: 
 @pytest.mark.parametrize("token", [-1, 512])
 def test_an_id_outside_the_vocabulary_is_refused(golden: Golden, token: int):
     with pytest.raises(ValueError, match=f"token id {token} is outside 0 to 511"):
-        make(golden.model, 0, 0).embed(np.array([token], np.int32))
+        make(golden.model, 0, 0).embed(np.array([token], np.int32), np.zeros(1, np.int32))
 
 
-def test_an_architecture_that_no_family_describes_is_named(golden: Golden):
-    strange = replace(golden.model, config=replace(golden.model.config, architecture="mamba"))
-    with pytest.raises(Unsupported, match="architecture 'mamba' cannot be computed; supported: llama"):
-        make(strange, 0, 1)
+@pytest.mark.parametrize("position", [-1, CONTEXT])
+def test_an_embedding_for_a_position_outside_the_context_is_refused(golden: Golden, position: int):
+    with pytest.raises(ValueError, match=f"position {position} is outside 0 to {CONTEXT - 1}"):
+        make(golden.model, 0, 0).embed(np.zeros(1, np.int32), np.array([position], np.int32))
 
 
-def test_smollm2_chooses_the_golden_ids(smollm2_gguf: Path, goldens: Path, tmp_path: Path):
-    """Teacher-forced: the golden prefix at every position, and our choice wherever theirs was clear."""
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(10000.0),
+        Rope(1e6, "linear", factor=4.0),
+        Rope(500000.0, "llama3", factor=8.0, low=1.0, high=4.0, original_context=64),
+    ],
+)
+@pytest.mark.parametrize("factors", [None, np.linspace(1.0, 8.0, 16, dtype=np.float32)])
+def test_the_rope_table_is_the_reference_angles(golden: Golden, rope: Rope, factors: np.ndarray | None):
+    config = replace(golden.model.config, rope=rope, head_dim=32)
+    table = rope_table(config, 100, factors)
+    angles = rope_angles(rope, 32, range(100), factors)
+    assert table is not None
+    assert table.dtype == np.float32
+    np.testing.assert_allclose(table, np.concatenate([np.cos(angles), np.sin(angles)], 1), atol=1e-7)
+
+
+def test_learned_positions_have_no_table(golden: Golden):
+    assert rope_table(replace(golden.model.config, rope=None), 100) is None
+
+
+@pytest.mark.parametrize("weights", ["16bit", "quantized"])
+def test_smollm2_chooses_the_golden_ids(smollm2_gguf: Path, goldens: Path, tmp_path: Path, weights: str):
+    """Teacher-forced, every call audited: the golden prefix at every position, and our choice wherever theirs was
+    clear."""
     model = open_model(smollm2_gguf, tmp_path)
-    slices = [make(model, lo, hi, max_rows=64, context=256) for lo, hi in [(0, 11), (11, 30)]]
+    changes = {"max_rows": 64, "context": 256, "audit_rate": 1.0, "weights": weights}
+    slices = [make(model, lo, hi, **changes) for lo, hi in [(0, 11), (11, 30)]]
+    assert sum(slice_.weights_bytes for slice_ in slices) < (1.1 if weights == "16bit" else 0.7) * 2 * PARAMETERS
     wrong, clear = [], 0
     for case in json.loads((goldens / "smollm2-135m-q4_1.json").read_text())["cases"]:
         ids = case["prompt_ids"] + case["greedy_ids"][:-1]
