@@ -5,29 +5,27 @@ import json
 import logging
 import os
 import signal
-import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from orchestrator import options
+from orchestrator import options, tables
 from orchestrator.cluster import LocalCluster, Options
 from orchestrator.job import Job, describe
 from orchestrator.progress import Display
 from pptasks.config import Settings
-from pptasks.errors import PPError, RequestFailed, StageFailed, UsageError
-from pptasks.modelinfo import Model, memory_bytes, nbytes
+from pptasks.errors import NeedsToken, PPError, RequestFailed, StageFailed, UsageError, VerifyFailed
+from pptasks.modelinfo import Model
 from pptasks.models import open_model
-from pptasks.plan import Plan, make_plan, split_sizes
-from pptasks.request import Request
+from pptasks.plan import make_plan, split_sizes
+from pptasks.request import MAX_TOKENS, Request
 
 FAILED = 1
 
@@ -76,6 +74,7 @@ def main() -> None:
 @main.command()
 @options.prompt
 @options.model
+@options.max_tokens
 @options.sampling
 @options.cluster
 @options.as_json
@@ -92,7 +91,7 @@ def run(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as
     else:
         click.echo("" if report["text"].endswith("\n") else "\n", nl=False)
     if not given["quiet"]:
-        console.print(_closing_line(report), highlight=False, soft_wrap=True)
+        console.print(tables.closing_line(report), highlight=False, soft_wrap=True)
     if report["finish_reason"] == "cancelled":
         sys.exit(FAILED)
 
@@ -105,31 +104,31 @@ def plan(as_json: bool, **given: Any) -> None:
     console = Console(stderr=True)
     settings = _settings(given)
     with Display(console) as display:
-        model = open_model(settings.model, settings.cache, display.progress)
+        settings, model = _open(settings, display)
     made = make_plan(model, settings)
-    rows = [_stage_row(model, made, i) for i in range(made.n_stages)]
+    rows = tables.plan_rows(model, made)
     if as_json:
         click.echo(json.dumps({"model": model.name, "plan": made.to_json(), "stages": rows}))
-        return
-    table = Table(
-        "stage",
-        "blocks",
-        "also",
-        "tensors",
-        "bytes to load",
-        "bytes in memory",
-        title=f"{model.name}: {made.n_blocks} blocks, {made.wire} on the wire",
-    )
-    for row in rows:
-        span = "[{}, {})".format(*row["span"]).replace("[", r"\[")
-        sizes = f"{row['bytes']:,}", f"{row['memory_bytes']:,}"
-        table.add_row(str(row["stage"]), span, row["also"], str(row["tensors"]), *sizes)
-    Console().print(table)
+    else:
+        title = f"{model.name}: {made.n_blocks} blocks, {made.wire} on the wire"
+        Console().print(tables.plan_table(rows, title))
+
+
+@main.command()
+@options.as_json
+def models(as_json: bool) -> None:
+    """List the known names for --model: files that anyone may download."""
+    rows = tables.known_models()
+    if as_json:
+        click.echo(json.dumps(rows))
+    else:
+        Console().print(tables.models_table(rows))
 
 
 @main.command()
 @options.prompt
 @options.model
+@options.max_tokens
 @options.sampling
 @options.cluster
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Requests, one after the other.")
@@ -143,24 +142,45 @@ def bench(
     with _cluster(given, Console(stderr=True)) as (cluster, model):
         job = Job(cluster, given["timeout"])
         reports = [describe(cluster, model, job.run(request)) for _ in range(repeat)]
-    timings = {k: _median([r["timings"][k] for r in reports]) for k in reports[0]["timings"]}
-    summary = reports[-1] | {"timings": timings, "runs": [r["timings"] for r in reports]}
+    summary = tables.summary(reports)
     if as_json:
         click.echo(json.dumps(summary))
-        return
-    table = Table("figure", f"median of {repeat}", title=f"{model.name}, {cluster.plan.n_stages} stages")
-    for name, value in timings.items():
-        table.add_row(
-            name,
-            "-"
-            if value is None
-            else f"{value:,.3f}"
-            if name.endswith("_s") and name != "tokens_per_s"
-            else f"{value:,.1f}",
-        )
-    for stage in summary["stages"]:
-        table.add_row(f"stage {stage['stage']} weights_bytes", f"{stage['weights_bytes']:,}")
-    Console().print(table)
+    else:
+        title = f"{model.name}, {cluster.plan.n_stages} stages"
+        Console().print(tables.bench_table(summary, f"median of {repeat}", title))
+
+
+@main.command()
+@options.prompt
+@options.model
+@options.option("--max-tokens", "Tokens to generate and check.", type=click.IntRange(1, MAX_TOKENS), default=32)
+@options.sampling
+@options.cluster
+@options.as_json
+def verify(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as_json: bool, **given: Any) -> None:
+    """Answer PROMPT, compute it again with every layer on the head alone, and compare. Exit 1 if anything differs.
+
+    Tokens are compared, and what each stage's blocks gave for every position: bit by bit where the stages' processors
+    round as the head's does. The head fetches every layer for it, and holds only as many at a time as fit its memory.
+    PROMPT defaults to "Say hello".
+    """
+    prompt = prompt if prompt or chat or tokens else "Say hello"
+    request = replace(_request(prompt, chat, tokens, raw, given), verify=True)
+    with _cluster(given, Console(stderr=True)) as (cluster, model):
+        answer = Job(cluster, given["timeout"]).run(request)
+        report = describe(cluster, model, answer) | {"verification": answer.result.get("verification")}
+    found = report["verification"]
+    if as_json:
+        click.echo(json.dumps(report))
+    elif found is not None:
+        Console().print(tables.verification_table(report))
+    if found is None:
+        raise VerifyFailed("the request was cancelled before it could be verified")
+    if not found["passed"]:
+        raise VerifyFailed(found["reason"])
+    how = "every bit of every hidden state is the same" if found["exact"] else "the tokens are the same"
+    if not given["quiet"]:
+        click.echo(f"verified: {len(found['token_ids'])} tokens; {how}", err=True)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -180,7 +200,7 @@ def smoke_run(as_json: bool, **given: Any) -> None:
         if not report["text"].strip():
             raise RequestFailed("the reply is empty: `pp run --json` shows its token ids")
         if not given["quiet"]:
-            console.print(_closing_line(report), highlight=False, soft_wrap=True)
+            console.print(tables.closing_line(report), highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -190,14 +210,33 @@ def _cluster(given: Mapping[str, Any], console: Console) -> Iterator[tuple[Local
     how = Options(given["broker"], given["broker_port"], given["link"], given["relay"], given["timeout"])
     with ExitStack() as stack:
         with Display(console, quiet=given["quiet"]) as display:
-            model = open_model(settings.model, settings.cache, display.progress)
+            settings, model = _open(settings, display)
             cluster = LocalCluster(settings, make_plan(model, settings), how, display.members)
             stack.enter_context(cluster)
         yield cluster, model
 
 
+def _open(settings: Settings, display: Display) -> tuple[Settings, Model]:
+    """The model, and the settings that name exactly it to every stage.
+
+    Where access is refused and a person sits at a terminal, a token is asked for, once. It stays in the memory of this
+    process and of the stages on this machine.
+    """
+    try:
+        model = open_model(settings.model, settings.cache, display.progress, settings.hub)
+    except NeedsToken as e:
+        if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        with display.paused():
+            click.echo(f"{e}", err=True)
+            token = click.prompt("Hugging Face token (not shown, not kept)", hide_input=True, err=True)
+        settings = replace(settings, hf_token=token.strip())
+        model = open_model(settings.model, settings.cache, display.progress, settings.hub)
+    return replace(settings, model=model.spec), model
+
+
 def _settings(given: Mapping[str, Any]) -> Settings:
-    names = ("model", "split", "wire", "readout", "context", "slots", "prefill_chunk", "kernels")
+    names = tuple(field.name for field in fields(Settings) if field.name in given)
     chosen = {n: given[n] for n in names if given.get(n) is not None}
     stages = given["stages"] or (2 if given["split"] in ("even", "auto") else len(split_sizes(given["split"])))
     return replace(Settings.of_this_machine(), num_stages=stages, **chosen)
@@ -236,31 +275,6 @@ def _token_ids(tokens: str) -> tuple[int, ...]:
         return tuple(int(t) for t in tokens.replace(",", " ").split())
     except ValueError:
         raise UsageError('--tokens takes whole numbers: --tokens "1,2,3"') from None
-
-
-def _stage_row(model: Model, plan: Plan, stage: int) -> dict[str, Any]:
-    span, readout = plan.spans[stage], stage == plan.readout_stage
-    tensors = model.stage_tensors(span.lo, span.hi, embedding=stage == 0, readout=readout)
-    also = [*(["embedding"] if stage == 0 else []), *(["read-out"] if readout else [])]
-    return {
-        "stage": stage,
-        "span": [span.lo, span.hi],
-        "also": ", ".join(also),
-        "tensors": len(tensors),
-        "bytes": nbytes(tensors),
-        "memory_bytes": memory_bytes(tensors),
-    }
-
-
-def _closing_line(report: Mapping[str, Any]) -> str:
-    timings, n = report["timings"], len(report["token_ids"])
-    speed = f", {timings['tokens_per_s']:.1f} tok/s" if timings["tokens_per_s"] else ""
-    return f"{n} tokens ({report['finish_reason']}), ready in {timings['ready_s']:.1f} s{speed}"
-
-
-def _median(values: list[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None
 
 
 def _print_text(text: str) -> None:

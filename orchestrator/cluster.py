@@ -63,12 +63,10 @@ class LocalCluster:
 
     def __init__(self, settings: Settings, plan: Plan, options: Options, on_members: OnMembers = lambda members: None):
         self.plan, self._options, self._on_members = plan, options, on_members
-        model = Path(settings.model)
         self.settings = replace(
             settings,
             stage=None,
             lease=True,
-            model=str(model.resolve()) if model.exists() else settings.model,
             cache=settings.cache.resolve(),
             run=f"run-{secrets.token_hex(6)}",
             secret=secrets.token_hex(32),
@@ -111,6 +109,13 @@ class LocalCluster:
         """What the stages say of themselves now."""
         self.members = read_members(self._redis, self.keys, self.plan.n_stages)
         return self.members
+
+    def progress(self) -> tuple[tuple[str, int], ...]:
+        """How far each stage is in what it does; changes while a stage fetches or loads."""
+        try:
+            return tuple((member.phase, member.done) for member in self.refresh().values())
+        except redis.RedisError:  # whoever waits for tokens will notice
+            return ()
 
     def _start(self, stack: ExitStack) -> None:
         self._make_folder()

@@ -48,7 +48,7 @@ class Job:
         return Answer(self._client.result(request_id), time.monotonic() - began)
 
     def _follow(self, request_id: str, ids: list[int], text: list[str], on_text: Callable[[str], None]) -> None:
-        heard = time.monotonic()
+        heard, at = time.monotonic(), self._cluster.progress()
         for piece in self._client.stream(request_id):
             self._cluster.check()
             if piece is not None:
@@ -56,6 +56,8 @@ class Job:
                 ids.extend(piece.ids)
                 text.append(piece.text)
                 on_text(piece.text)
+            elif (now_at := self._cluster.progress()) != at:  # a verification fetches and loads layers
+                at, heard = now_at, time.monotonic()
             elif time.monotonic() - heard > self._timeout_s:
                 self._client.cancel(request_id)
                 raise RequestFailed(
@@ -76,8 +78,8 @@ def describe(cluster: LocalCluster, model: Model, answer: Answer) -> dict[str, A
         "plan": cluster.plan.to_json(),
         "stages": [
             {
-                "stage": i, "pid": m.pid, "device": m.device, "span": list(m.span or ()),
-                "weights_bytes": m.weights_bytes, "rss_bytes": m.rss_bytes,
+                "stage": i, "pid": m.pid, "span": list(m.span or ()), "device": m.device, "kernels": m.kernels,
+                "gate_failure": m.gate_failure, "weights_bytes": m.weights_bytes, "rss_bytes": m.rss_bytes,
             }
             for i, m in sorted(members.items())
         ],

@@ -43,7 +43,12 @@ def option(name: str, help: str, **settings: Any) -> Decorator:
 
 
 model = group(
-    option("--model", "Alias, .gguf file, or Hugging Face folder.", default="smollm2:135m"),
+    option(
+        "--model",
+        "A known name (pp models), owner/name[@revision] or hf:owner/name/file.gguf on the Hugging Face Hub, "
+        "https://.../x.gguf, a .gguf file, or a Hugging Face folder.",
+        default="smollm2:135m",
+    ),
     option(
         "--stages",
         "Pipeline stages, one worker each.  [default: 2, or as many as --split names]",
@@ -51,7 +56,7 @@ model = group(
     ),
     option(
         "--split",
-        "Blocks of each stage; auto balances parameters.",
+        "Blocks of each stage; auto balances parameters, or bytes against --memory.",
         default="even",
         metavar="even|auto|a,b,...",
     ),
@@ -72,6 +77,17 @@ model = group(
         "--context",
         "Positions that a sequence may take.  [default: 2048, or the model's if less]",
         type=click.IntRange(1, MAX_CONTEXT),
+    ),
+    option(
+        "--memory",
+        "What each stage may hold (weights and KV cache), checked before anything starts; one size counts for all.",
+        metavar="8G,24G,...",
+    ),
+    option(
+        "--weights",
+        "How quantised weights are held: as F16 (or BF16), or as in their file: less memory, slower on a CPU.",
+        type=click.Choice(["16bit", "quantized"]),
+        default="16bit",
     ),
     option("--slots", "Sequences in flight at once.", type=click.IntRange(1, MAX_SLOTS), default=4),
     option(
@@ -111,6 +127,12 @@ cluster = group(
         default="auto",
     ),
     option(
+        "--audit-rate",
+        "Share of steps in which each stage computes a row of a product again, in numpy; 0: never.",
+        type=Number(0, 1),
+        default=0.01,
+    ),
+    option(
         "--timeout",
         "Seconds until all stages must be ready, and the longest wait for a token.",
         type=Number(min=0, min_open=True),
@@ -119,8 +141,9 @@ cluster = group(
     click.option("--quiet", "-q", is_flag=True, help="No progress and no closing line."),
 )
 
+max_tokens = option("--max-tokens", "Most tokens to generate.", type=click.IntRange(1, MAX_TOKENS), default=256)
+
 sampling = group(
-    option("--max-tokens", "Most tokens to generate.", type=click.IntRange(1, MAX_TOKENS), default=256),
     option("--temperature", "0 takes the likeliest token.", type=Number(0, MAX_TEMPERATURE), default=0.0),
     option("--top-k", "Sample among the k likeliest; 0: all.", type=click.IntRange(0, MAX_TOP_K), default=0),
     option(

@@ -1,6 +1,7 @@
 """What a person sees on stderr while a run comes up: one line per stage, bars on a terminal, plain lines elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -36,6 +37,15 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bars.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The terminal belongs to whoever asks a question."""
+        self._bars.stop()
+        try:
+            yield
+        finally:
+            self._bars.start()
 
     def progress(self, phase: str, done: int, total: int, who: str = "model") -> None:
         """`done` of `total` of `phase`: bytes of a download or a load, else a count."""

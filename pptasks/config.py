@@ -6,7 +6,7 @@ A worker is told what it is by its environment, so that the same command starts 
 |---|---|---|
 | STAGE | index of this worker's stage, 0 is the head | none: a client |
 | NUM_STAGES | how many stages the pipeline has | 2 |
-| MODEL | alias, .gguf file or Hugging Face folder | smollm2:135m |
+| MODEL | what `spec.parse` takes: alias, owner/name, hf:..., https://..., folder, .gguf file | smollm2:135m |
 | PP_BROKER | broker URL, password included | redis://127.0.0.1:6379/0 |
 | PP_RUN | name of the run: the prefix of all its keys | default |
 | PP_SECRET | 64 hex digits that authenticate the run's frames | none; a worker needs it |
@@ -16,11 +16,15 @@ A worker is told what it is by its environment, so that the same command starts 
 | PP_CONTEXT | positions that a slot holds | 2048, or the model's if that is less |
 | PP_SLOTS | sequences that can be in flight | 4 |
 | PP_PREFILL_CHUNK | most rows of a frame | 128 |
+| PP_MEMORY | bytes of each stage "8G,24G", for PP_SPLIT=auto and a check | none |
+| PP_WEIGHTS | how quantised weights are held: 16bit, quantized | 16bit |
+| PP_AUDIT_RATE | share of steps in which a live product is recomputed | 0.01 |
 | PP_KERNELS | auto, or tinygrad (no C kernels) | auto |
 | PP_LAP_DEADLINE | seconds after which a lap is sent again | 20 |
 | PP_LEASE | 1: leave when the run's lease is gone | 0 |
 | PP_CACHE | folder for models and compiled kernels | the user's cache folder |
 | CC | C compiler of the CPU device | clang, else ziglang's |
+| HF_ENDPOINT, HF_TOKEN, HF_HOME | where models come from, as huggingface_hub has them | the Hub, none, its own |
 """
 
 import os
@@ -45,6 +49,15 @@ def _env(name: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Hub:
+    """Where models are fetched from, and as whom. `home`: huggingface_hub's folder, its token and its cache in it."""
+
+    endpoint: str = "https://huggingface.co"
+    token: str = field(default="", repr=False)
+    home: Path | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """What one process of a run knows. `repr` never shows the broker's password or the run's secret.
 
@@ -63,11 +76,17 @@ class Settings:
     context: int | None = field(default=None, metadata=_env("PP_CONTEXT"))
     slots: int = field(default=4, metadata=_env("PP_SLOTS"))
     prefill_chunk: int = field(default=128, metadata=_env("PP_PREFILL_CHUNK"))
+    memory: str | None = field(default=None, metadata=_env("PP_MEMORY"))
+    weights: str = field(default="16bit", metadata=_env("PP_WEIGHTS"))
+    audit_rate: float = field(default=0.01, metadata=_env("PP_AUDIT_RATE"))
     kernels: str = field(default="auto", metadata=_env("PP_KERNELS"))
     lap_deadline_s: float = field(default=20.0, metadata=_env("PP_LAP_DEADLINE"))
     lease: bool = field(default=False, metadata=_env("PP_LEASE"))
     cache: Path = field(default=platformdirs.user_cache_path("pptasks", appauthor=False), metadata=_env("PP_CACHE"))
     cc: str | None = field(default=None, metadata=_env("CC"))
+    hf_endpoint: str = field(default=Hub.endpoint, metadata=_env("HF_ENDPOINT"))
+    hf_token: str = field(default="", metadata=_env("HF_TOKEN"), repr=False)
+    hf_home: Path | None = field(default=None, metadata=_env("HF_HOME"))
 
     def __post_init__(self) -> None:
         _range("NUM_STAGES", self.num_stages, 1, MAX_STAGES)
@@ -82,13 +101,20 @@ class Settings:
             raise ConfigError("PP_SECRET must be 64 hex digits (32 bytes), the same for all stages of the run")
         _choice("PP_WIRE", self.wire, ("bf16", "f16", "f32"))
         _choice("PP_READOUT", self.readout, ("auto", "first", "last"))
+        _choice("PP_WEIGHTS", self.weights, ("16bit", "quantized"))
         _choice("PP_KERNELS", self.kernels, ("auto", "tinygrad"))
         if self.context is not None:
             _range("PP_CONTEXT", self.context, 1, MAX_CONTEXT)
         _range("PP_SLOTS", self.slots, 1, MAX_SLOTS)
         _range("PP_PREFILL_CHUNK", self.prefill_chunk, 1, MAX_CHUNK)
+        if not 0 <= self.audit_rate <= 1:
+            raise ConfigError(f"PP_AUDIT_RATE is {self.audit_rate}: give a share of steps between 0 and 1")
         if not 0.1 <= self.lap_deadline_s <= 3600:
             raise ConfigError(f"PP_LAP_DEADLINE is {self.lap_deadline_s}: give seconds between 0.1 and 3600")
+
+    @property
+    def hub(self) -> Hub:
+        return Hub(self.hf_endpoint, self.hf_token, self.hf_home)
 
     @property
     def secret_bytes(self) -> bytes:
@@ -112,7 +138,7 @@ class Settings:
     def of_this_machine(cls, environ: Mapping[str, str] | None = None) -> "Settings":
         """Defaults, and what the environment says of this machine; not what it says of a stage or a run."""
         environ = os.environ if environ is None else environ
-        return cls.from_env({name: environ[name] for name in ("PP_CACHE", "CC", "PP_LAP_DEADLINE") if name in environ})
+        return cls.from_env({name: environ[name] for name in _OF_THE_MACHINE if name in environ})
 
     def to_env(self) -> dict[str, str]:
         """The variables from which `from_env` makes these settings again; what a worker process is started with."""
@@ -120,10 +146,11 @@ class Settings:
         return {k: str(int(v) if isinstance(v, bool) else v) for k, v in values.items() if v is not None and v != ""}
 
 
+_OF_THE_MACHINE = ("PP_CACHE", "CC", "PP_LAP_DEADLINE", "HF_ENDPOINT", "HF_TOKEN", "HF_HOME")
 _PARSERS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("stage", "num_stages", "context", "slots", "prefill_chunk"), int),
-    "lap_deadline_s": float,
-    "cache": Path,
+    **dict.fromkeys(("lap_deadline_s", "audit_rate"), float),
+    **dict.fromkeys(("cache", "hf_home"), Path),
     "lease": lambda raw: {"0": False, "1": True}[raw],
 }
 

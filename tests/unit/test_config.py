@@ -21,11 +21,17 @@ FULL = Settings(
     context=512,
     slots=9,
     prefill_chunk=33,
+    memory="8G,24G,24G",
+    weights="quantized",
+    audit_rate=0.5,
     kernels="tinygrad",
     lap_deadline_s=0.7,
     lease=True,
     cache=Path("/var/cache/pp"),
     cc="clang-19",
+    hf_endpoint="https://hub.example",
+    hf_token="hf_hunter2",
+    hf_home=Path("/var/cache/hf"),
 )
 
 

@@ -1,0 +1,99 @@
+"""What the commands show to people, as tables and lines; the rows are what `--json` prints. Pure."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from pptasks.modelinfo import Model, memory_bytes, nbytes
+from pptasks.plan import Plan
+from pptasks.spec import ALIASES
+from pptasks.wheel import Source as Wheel
+
+Row = dict[str, Any]
+
+
+def plan_rows(model: Model, plan: Plan) -> list[Row]:
+    return [_stage_row(model, plan, stage) for stage in range(plan.n_stages)]
+
+
+def _stage_row(model: Model, plan: Plan, stage: int) -> dict[str, Any]:
+    span, readout = plan.spans[stage], stage == plan.readout_stage
+    tensors = model.stage_tensors(span.lo, span.hi, embedding=stage == 0, readout=readout)
+    also = [*(["embedding"] if stage == 0 else []), *(["read-out"] if readout else [])]
+    return {
+        "stage": stage,
+        "span": [span.lo, span.hi],
+        "also": ", ".join(also),
+        "tensors": len(tensors),
+        "bytes": nbytes(tensors),
+        "memory_bytes": memory_bytes(tensors, plan.weights),
+    }
+
+
+def plan_table(rows: Sequence[Row], title: str) -> Table:
+    table = Table("stage", "blocks", "also", "tensors", "bytes to load", "bytes in memory", title=title)
+    for row in rows:
+        sizes = f"{row['bytes']:,}", f"{row['memory_bytes']:,}"
+        table.add_row(str(row["stage"]), _span(row["span"]), row["also"], str(row["tensors"]), *sizes)
+    return table
+
+
+def known_models() -> list[Row]:
+    def source(found: Any) -> str:
+        return f"wheel {found.requirement}" if isinstance(found, Wheel) else str(found)
+
+    return [
+        {"name": name, "size": known.size, "description": known.description, "source": source(known.source)}
+        for name, known in ALIASES.items()
+    ]
+
+
+def models_table(rows: Sequence[Row]) -> Table:
+    table = Table("name", "download", "what", "from")
+    for row in rows:
+        table.add_row(*(row[column] for column in ("name", "size", "description", "source")))
+    return table
+
+
+def summary(reports: Sequence[Row]) -> Row:
+    """The last of several reports of one cluster, its timings the medians of all; `runs` has each one's."""
+    timings = {k: _median([r["timings"][k] for r in reports]) for k in reports[0]["timings"]}
+    return reports[-1] | {"timings": timings, "runs": [r["timings"] for r in reports]}
+
+
+def bench_table(summary: Row, column: str, title: str) -> Table:
+    table = Table("figure", column, title=title)
+    for name, value in summary["timings"].items():
+        digits = 3 if name.endswith("_s") and name != "tokens_per_s" else 1
+        table.add_row(name, "-" if value is None else f"{value:,.{digits}f}")
+    for stage in summary["stages"]:
+        table.add_row(f"stage {stage['stage']} weights_bytes", f"{stage['weights_bytes']:,}")
+    return table
+
+
+def verification_table(report: Mapping[str, Any]) -> Table:
+    found = report["verification"]
+    table = Table("stage", "blocks", "device", "values that differ", "largest difference", "first position")
+    for stage, check in zip(report["stages"], found["stages"], strict=True):
+        first = "-" if check["first_position"] is None else str(check["first_position"])
+        figures = f"{check['values_differ']:,}", f"{check['max_abs_diff']:.3g}", first
+        table.add_row(str(stage["stage"]), _span(stage["span"]), f"{stage['device']} ({stage['kernels']})", *figures)
+    return table
+
+
+def closing_line(report: Mapping[str, Any]) -> str:
+    timings, n = report["timings"], len(report["token_ids"])
+    speed = f", {timings['tokens_per_s']:.1f} tok/s" if timings["tokens_per_s"] else ""
+    return f"{n} tokens ({report['finish_reason']}), ready in {timings['ready_s']:.1f} s{speed}"
+
+
+def _span(span: Sequence[int]) -> str:
+    """Escaped: rich takes a bracket for markup."""
+    return "[{}, {})".format(*span).replace("[", r"\[")
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
