@@ -8,8 +8,8 @@ from rich.table import Table
 
 from pptasks.modelinfo import Model, memory_bytes, nbytes
 from pptasks.plan import Plan
+from pptasks.remote.wheel import Source as Wheel
 from pptasks.spec import ALIASES
-from pptasks.wheel import Source as Wheel
 
 Row = dict[str, Any]
 

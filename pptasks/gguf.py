@@ -13,9 +13,13 @@ count from the first multiple of `general.alignment` after the header.
 A header comes from outside, so every count and length is checked against the bytes that the file still has before
 anything is made of it, and the loops have ceilings of their own. Arrays (a vocabulary is most of a header) are walked
 over and decoded on demand: a stage without the head never makes one string of the vocabulary.
+
+How long a header is shows only when it is read. While a file is downloaded, only a beginning of it is there: a reader
+that comes to the end of that says how much it needs at least.
 """
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +30,8 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from pptasks.errors import ModelFileError, Unsupported
+from pptasks.ggufarray import SCALARS, STRING
+from pptasks.ggufarray import Array as Array
 
 MAGIC = b"GGUF"
 
@@ -46,16 +52,14 @@ MAX_PAIRS, MAX_TENSORS = 1 << 14, 1 << 16
 MAX_ELEMENTS = 1 << 23  # of one array
 MAX_KEY = 1 << 12  # bytes; ggml allows 2^16 - 1, files use under 100
 MAX_TENSOR_NAME = 1 << 8  # bytes; ggml allows 63
-MAX_STRING = 1 << 24  # bytes
+MAXSTRING = 1 << 24  # bytes
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
 MIN_PAIR = 8 + 4 + 1  # bytes: an empty key, a type, one byte of value
 MIN_TENSOR = 8 + 4 + 8 + 4 + 8
-
-_SCALARS: Mapping[int, str] = MappingProxyType(
-    {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-)
-_STRING, _ARRAY = 8, 9
+MAX_HEADER = 1 << 28  # bytes, of a file that is downloaded
+MAX_PARTS, MIN_STEP = 4096, 1 << 10  # files of a split model; bytes
+_ARRAY = 9  # the type of a value
 
 
 @dataclass(frozen=True)
@@ -68,45 +72,6 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Array:
-    """An array of the metadata, still in the file: `decode()` reads it."""
-
-    file: Path
-    kind: int  # GGUF's number of the element type: a scalar or the string
-    count: int
-    start: int  # byte range of the elements in the file
-    end: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def decode(self) -> tuple[Any, ...]:
-        """The elements: int, float, bool or str. ModelFileError if the file changed or a string is no UTF-8."""
-        try:
-            with self.file.open("rb") as f:
-                f.seek(self.start)
-                data = f.read(self.end - self.start)
-        except OSError as e:
-            raise ModelFileError(f"{self.file}: cannot be read: {e.strerror}") from e
-        if self.kind in _SCALARS and len(data) == self.count * struct.calcsize("<" + _SCALARS[self.kind]):
-            return struct.unpack(f"<{self.count}{_SCALARS[self.kind]}", data)
-        items: list[str] = []
-        at = 0
-        try:
-            for _ in range(self.count):
-                (n,) = struct.unpack_from("<Q", data, at)
-                items.append(data[at + 8 : at + 8 + n].decode())
-                at += 8 + n
-        except (struct.error, UnicodeDecodeError) as e:
-            raise ModelFileError(
-                f"{self.file}: a string of the metadata is not UTF-8, or the file changed while it was open"
-            ) from e
-        if at != len(data):
-            raise ModelFileError(f"{self.file}: changed while it was open; start again")
-        return tuple(items)
-
-
-@dataclass(frozen=True)
 class Header:
     version: int
     metadata: Mapping[str, Any]  # int, float, bool, str or Array
@@ -114,28 +79,64 @@ class Header:
     data_start: int  # bytes
 
 
-def read_header(path: Path) -> Header:
-    """Read and check the header of `path`.
+@dataclass(eq=False)
+class Incomplete(Exception):
+    """The header goes on beyond the bytes that are there: at least the first `need` of the file are needed."""
 
-    ModelFileError: not GGUF, truncated, or not consistent in itself (names the file and the thing). Unsupported:
-    version, byte order, or tensor type that we do not read.
+    need: int
+
+
+def read_header(path: Path, available: int | None = None) -> Header:
+    """Read and check the header of `path`, of which only the first `available` bytes are there (None: all).
+
+    Incomplete: more of them are needed. ModelFileError: not GGUF, truncated, or not consistent in itself (names the
+    file and the thing). Unsupported: version, byte order, or tensor type that we do not read.
     """
     try:
         with path.open("rb") as f:
-            return _Reader(path, f).header()
+            return _Reader(path, f, available).header()
     except OSError as e:
         raise ModelFileError(f"{path}: cannot be read: {e.strerror or e}") from e
+
+
+def header_end(path: Path, available: int) -> int:
+    """How much of the beginning of `path` to have before the header can be read, when `available` bytes are there.
+
+    Up to `available`: the header is there, and ends here. Else a guess that is at most 1/2048 of the file too much,
+    and gets to the end in few steps. Errors as of `read_header`.
+    """
+    size = path.stat().st_size
+    try:
+        need = read_header(path, available).data_start
+    except Incomplete as e:
+        need = max(e.need, available + max(MIN_STEP, size // 2048))
+    if min(size, need) > MAX_HEADER:
+        raise ModelFileError(f"{path}: its header goes on beyond byte {MAX_HEADER}, which is the limit")
+    return min(size, need)
+
+
+def split_paths(path: Path, count: int) -> tuple[Path, ...]:
+    """The files of a model that was split into `count`, of which `path` is the first: x-00001-of-0000N.gguf.
+
+    ModelFileError: it is not named so.
+    """
+    match = re.fullmatch(r"(.+)-00001-of-([0-9]{5})\.gguf", path.name)
+    if match is None or int(match[2]) != count or not 1 <= count <= MAX_PARTS:
+        raise ModelFileError(f"{path}: is one of {count} parts; give the first, named like x-00001-of-{count:05}.gguf")
+    return tuple(path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
 
 
 class _Reader:
     """A cursor over the mapped file. Each method moves it past what it returns, and never past the end of the file."""
 
-    def __init__(self, path: Path, f: BinaryIO):
+    def __init__(self, path: Path, f: BinaryIO, available: int | None):
         self.path = path
         self.size = f.seek(0, 2)
+        self.available = self.size if available is None else available
         if self.size < 24:
-            f.seek(0)
-            self.check_magic(f.read(4))
+            if self.available >= 4:
+                f.seek(0)
+                self.check_magic(f.read(4))
             raise self.bad(f"is {self.size} bytes long: truncated; copy or download it again")
         self.data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         self.at = 0
@@ -162,6 +163,7 @@ class _Reader:
             raise self.bad(f"is not a GGUF file (it begins with {magic!r})")
 
     def start(self) -> int:
+        self.need(24, "the start of the header")
         self.check_magic(self.data[:4])
         self.at = 4
         version = int(self.scalar("I", "version"))
@@ -176,6 +178,8 @@ class _Reader:
             raise self.bad(
                 f"truncated or damaged: {what} needs {n} bytes at {self.at}, and {self.size - self.at} are left"
             )
+        if self.at + n > self.available:
+            raise Incomplete(self.at + n)
 
     def bound(self, count: int, least: int, limit: int, what: str) -> None:
         """Refuse a count whose items, `least` bytes each, do not fit into the rest of the file, or above our limit."""
@@ -210,10 +214,10 @@ class _Reader:
 
     def value(self, what: str) -> Any:
         kind = self.scalar("I", what)
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind], what)
-        if kind == _STRING:
-            return self.string(MAX_STRING, what)
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind], what)
+        if kind == STRING:
+            return self.string(MAXSTRING, what)
         if kind == _ARRAY:
             return self.array(what)
         raise self.bad(f"{what} has the unknown type {kind}")
@@ -222,26 +226,28 @@ class _Reader:
         kind, count = self.scalar("I", what), self.scalar("Q", what)
         if kind == _ARRAY:
             raise Unsupported(f"{self.path}: {what} is an array of arrays")
-        if kind != _STRING and kind not in _SCALARS:
+        if kind != STRING and kind not in SCALARS:
             raise self.bad(f"{what} has the unknown element type {kind}")
-        least = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
+        least = 8 if kind == STRING else struct.calcsize("<" + SCALARS[kind])
         self.bound(count, least, MAX_ELEMENTS, f"length of {what}")
         start = self.at
-        self.at = self.skip_strings(count, what) if kind == _STRING else start + count * least
+        self.at = self.skip_strings(count, what) if kind == STRING else start + count * least
         return Array(self.path, kind, count, start, self.at)
 
     def skip_strings(self, count: int, what: str) -> int:
         """The end of `count` strings that start here. Most of a header's time goes here: the loop checks the least."""
-        at, size, data = self.at, self.size, self.data
+        at, end, data = self.at, self.available, self.data
         length = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            if at + 8 > size:
+        for i in range(count):
+            if at + 8 > end:
+                at += 8 * (count - i)  # at least
                 break
             at += 8 + length(data, at)[0]
-        else:
-            if at <= size:
-                return at
-        raise self.bad(f"truncated or damaged: a string of {what} ends at byte {at} of {size}")
+        if at <= end:
+            return at
+        if at <= self.size:
+            raise Incomplete(at)
+        raise self.bad(f"truncated or damaged: a string of {what} ends at byte {at} of {self.size}")
 
     def tensor_infos(self, count: int) -> list[tuple[str, tuple[int, ...], int, int]]:
         """(name, row-major shape, type number, offset from the data's start) of each tensor; names are unique."""
@@ -255,14 +261,8 @@ class _Reader:
             if not 1 <= n_dims <= MAX_DIMS:
                 raise self.bad(f"tensor {name!r} has {n_dims} dimensions")
             dims = [self.scalar("Q", f"dimensions of {name!r}") for _ in range(n_dims)]
-            infos.append(
-                (
-                    name,
-                    tuple(reversed(dims)),
-                    self.scalar("I", f"type of {name!r}"),
-                    self.scalar("Q", f"offset of {name!r}"),
-                )
-            )
+            kind, offset = self.scalar("I", f"type of {name!r}"), self.scalar("Q", f"offset of {name!r}")
+            infos.append((name, tuple(reversed(dims)), kind, offset))
         return infos
 
     def alignment(self, metadata: Mapping[str, Any]) -> int:

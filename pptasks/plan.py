@@ -156,8 +156,8 @@ def _check_memory(model: Model, plan: Plan, settings: Settings) -> None:
         if need > size:
             who = f"stage {stage} with blocks {plan.spans[stage]}"
             raise PlanError(
-                f"{who} needs {need / 1e9:.2f} GB for weights and KV cache, and has {size / 1e9:.2f} GB: use more stages, --split auto, fewer slots, a smaller context, "
-                "or --weights quantized"
+                f"{who} needs {need / 1e9:.2f} GB for weights and KV cache, and has {size / 1e9:.2f} GB: "
+                "use more stages, --split auto, fewer slots, a smaller context, or --weights quantized"
             )
 
 

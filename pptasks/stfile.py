@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pptasks.errors import ModelFileError, ModelNotFound, Unsupported
 
@@ -60,26 +60,46 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     )
 
 
+def header_end(path: Path, available: int) -> int:
+    """How much of the beginning of `path` to have before its header can be read, when `available` bytes are there.
+
+    Up to `available`: the header is there, and ends here. ModelFileError: it is none, or too long.
+    """
+    try:
+        if available < 8 <= path.stat().st_size:
+            return 8
+        with path.open("rb") as f:
+            return 8 + _header_length(path, f)
+    except OSError as e:
+        raise ModelFileError(f"{path}: cannot be read: {e.strerror or e}") from e
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file; their ranges are inside the file and do not overlap."""
     try:
         with path.open("rb") as f:
-            size = f.seek(0, 2)
-            f.seek(0)
-            length = int.from_bytes(f.read(8), "little")
-            if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise ModelFileError(f"{path}: truncated, or not a safetensors file ({size} bytes, header of {length})")
+            length = _header_length(path, f)
             entries = _parse_object(f.read(length), path)
     except OSError as e:
         raise ModelFileError(f"{path}: cannot be read: {e.strerror or e}") from e
     entries.pop("__metadata__", None)
     tensors = {name: _locate(path, name, entry, 8 + length) for name, entry in entries.items()}
-    _check_cover(path, tensors, 8 + length, size)
+    _check_cover(path, tensors, 8 + length, path.stat().st_size)
     return tensors
 
 
-def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    index = folder / INDEX
+def _header_length(path: Path, f: BinaryIO) -> int:
+    """Bytes of the JSON header, bounded; `f` stands at its start then."""
+    size = f.seek(0, 2)
+    f.seek(0)
+    length = int.from_bytes(f.read(8), "little")
+    if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise ModelFileError(f"{path}: truncated, or not a safetensors file ({size} bytes, header of {length})")
+    return length
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Which file holds which tensor, from `index`. ModelFileError: it has none, or names a file that is no shard."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ModelFileError(f"{index}: has no weight_map of names to files")
@@ -89,6 +109,14 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     for file in files:
         if not file.endswith(".safetensors") or "/" in file or "\\" in file or "\0" in file or file.startswith("."):
             raise ModelFileError(f"{index}: names {file!r}, which is no .safetensors file of this folder")
+    return weight_map
+
+
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / INDEX
+    weight_map = read_weight_map(index)
+    files = sorted(set(weight_map.values()))
+    for file in files:
         if not (folder / file).is_file():
             raise ModelFileError(f"{index}: names {file}, which is missing; copy or download the folder again")
     shards = {file: read_header(folder / file) for file in files}

