@@ -75,7 +75,7 @@ def bench_table(summary: Row, column: str, title: str) -> Table:
 
 def verification_table(report: Mapping[str, Any]) -> Table:
     found = report["verification"]
-    table = Table("stage", "blocks", "device", "values that differ", "largest difference", "first position")
+    table = Table("stage", "blocks", "device", "differ", "by at most", "from position")
     for stage, check in zip(report["stages"], found["stages"], strict=True):
         first = "-" if check["first_position"] is None else str(check["first_position"])
         figures = f"{check['values_differ']:,}", f"{check['max_abs_diff']:.3g}", first

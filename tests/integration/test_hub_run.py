@@ -44,7 +44,7 @@ def test_each_stage_fetches_its_own_tensors_and_no_more(
     with FakeHub({REPO: folder}) as hub, ExitStack() as stack:
         workers = []
         for stage in range(3):
-            own = replace(settings, hf_endpoint=hub.url_of(f"stage{stage}"), cache=own_cache(settings, tmp_path, stage))
+            own = replace(settings, hf_endpoint=hub.url_of(f"stage{stage}"), cache=own_cache(tmp_path / f"home{stage}"))
             workers.append(stack.enter_context(by_hand(stage, own, tmp_path / f"log{stage}")))
         client = Client(make_app(settings))
         request = client.submit(Request(tokens=tuple(map(int, prompt.split(","))), max_tokens=len(answer)))
@@ -67,7 +67,7 @@ def test_stages_that_share_a_cache_share_the_file(goldens: Path, tmp_path: Path)
     with FakeHub({"q/q": goldens / "qwen3-untied-bf16-sharded"}) as hub:
         hub.faults.append(Fault("slow", match=".safetensors", times=60, seconds=0.2))
         argv = ["run", "--model", "q/q@main", "--tokens", prompt, "--max-tokens", str(len(answer)), "--stages", "3"]
-        environ = {"HF_ENDPOINT": hub.url, "PP_CACHE": str(tmp_path / "cache")}
+        environ = {"HF_ENDPOINT": hub.url, "PP_CACHE": str(own_cache(tmp_path / "cache"))}
         ended = pp(tmp_path, *argv, "--wire", "f32", "--json", **environ)
         assert ended.code == 0, ended.stderr
         assert ended.report["token_ids"] == answer
@@ -86,7 +86,7 @@ def test_a_gated_model_is_fetched_with_a_token_that_shows_nowhere(goldens: Path,
     prompt, answer = expected_of(goldens / "llama-tied")
     with FakeHub({REPO: goldens / "llama-tied"}, gated={REPO}, tokens={TOKEN}) as hub:
         argv = ["run", "--model", REPO, "--tokens", prompt, "--max-tokens", str(len(answer)), "--wire", "f32", "--json"]
-        environ = {"HF_ENDPOINT": hub.url, "PP_CACHE": str(tmp_path / "cache"), "HF_TOKEN": TOKEN}
+        environ = {"HF_ENDPOINT": hub.url, "PP_CACHE": str(own_cache(tmp_path / "cache")), "HF_TOKEN": TOKEN}
         with Command(tmp_path, *argv, **environ) as command:
             command.wait_for(lambda: len(command.workers()) == 2, "two workers")
             arguments = [word for p in command.processes() for word in p.cmdline()]
@@ -106,7 +106,11 @@ def test_a_gated_model_is_fetched_with_a_token_that_shows_nowhere(goldens: Path,
 @pytest.mark.parametrize("token", ["", "hf_wrong"])
 def test_without_access_it_says_what_to_do_and_asks_nobody(goldens: Path, tmp_path: Path, token: str) -> None:
     with FakeHub({REPO: goldens / "llama-tied"}, gated={REPO}, tokens={TOKEN}) as hub:
-        environ = {"HF_ENDPOINT": hub.url, "PP_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home")}
+        environ = {
+            "HF_ENDPOINT": hub.url,
+            "PP_CACHE": str(own_cache(tmp_path / "cache")),
+            "HF_HOME": str(tmp_path / "home"),
+        }
         ended = pp(tmp_path, "run", "--model", REPO, "Hello", **environ, **({"HF_TOKEN": token} if token else {}))
     assert ended.code == 1
     assert_one_line(ended.stderr, REPO, "HF_TOKEN")
@@ -128,7 +132,9 @@ def test_what_is_not_there_or_must_not_be_is_one_line(
     goldens: Path, tmp_path: Path, model: str, words: tuple[str, ...]
 ) -> None:
     with FakeHub({REPO: goldens / "llama-tied"}) as hub:
-        ended = pp(tmp_path, "run", "--model", model, "Hello", HF_ENDPOINT=hub.url, PP_CACHE=str(tmp_path / "cache"))
+        ended = pp(
+            tmp_path, "run", "--model", model, "Hello", HF_ENDPOINT=hub.url, PP_CACHE=str(own_cache(tmp_path / "cache"))
+        )
     assert ended.code == 1
     assert_one_line(ended.stderr, *words)
     assert "hunter2" not in ended.stderr
@@ -146,13 +152,13 @@ def files_of(model: object) -> set[Path]:
     return {ref.file for ref in model.tensors.values()}  # type: ignore[attr-defined]
 
 
-def own_cache(settings: Settings, tmp_path: Path, stage: int) -> Path:
-    """A cache of its own for models, and the user's for compiled kernels, so that the test compiles nothing."""
-    cache = tmp_path / f"home{stage}"
+def own_cache(cache: Path) -> Path:
+    """An empty cache for models, with the user's compiled kernels in it, so that the test compiles nothing."""
     cache.mkdir()
+    users = Settings.of_this_machine().cache
     for name in ("compilers", "kernels"):
-        (settings.cache / name).mkdir(parents=True, exist_ok=True)
-        (cache / name).symlink_to(settings.cache / name)
+        (users / name).mkdir(parents=True, exist_ok=True)
+        (cache / name).symlink_to(users / name)
     return cache
 
 
