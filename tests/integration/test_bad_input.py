@@ -26,6 +26,7 @@ def places(goldens: Path, smollm2_gguf: Path, tmp_path_factory: pytest.TempPathF
     for architecture, kind in (("mamba", gguf.GGMLQuantizationType.Q8_0), ("llama", gguf.GGMLQuantizationType.Q2_K)):
         write_gguf(folder / f"{architecture}-{kind.name}.gguf", architecture, kind)
     write_unknown_tokenizer(goldens / "llama-tied", folder / "odd-tokenizer")
+    write_other_architecture(goldens / "llama-tied", folder / "gemma")
     (folder / "broken.json").write_text('[{"role": "user",')
     (folder / "object.json").write_text('{"role": "user", "content": "hi"}')
     (folder / "role.json").write_text('[{"role": "teacher", "content": "hi"}]')
@@ -34,7 +35,7 @@ def places(goldens: Path, smollm2_gguf: Path, tmp_path_factory: pytest.TempPathF
     return files | models | {"smollm2": str(smollm2_gguf)}
 
 
-GOLDENS = {"tied": "llama-tied", "gpt2": "gpt2", "qwen2": "qwen2-bias"}
+GOLDENS = {"tied": "llama-tied"}
 
 
 def write_gguf(path: Path, architecture: str, kind: gguf.GGMLQuantizationType) -> None:
@@ -48,6 +49,13 @@ def write_gguf(path: Path, architecture: str, kind: gguf.GGMLQuantizationType) -
     writer.close()
 
 
+def write_other_architecture(golden: Path, folder: Path) -> None:
+    shutil.copytree(golden, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").chmod(0o600)
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gemma3"}))
+
+
 def write_unknown_tokenizer(golden: Path, folder: Path) -> None:
     shutil.copytree(golden, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -59,12 +67,11 @@ def write_unknown_tokenizer(golden: Path, folder: Path) -> None:
 RUN_TIED = ("run", "--model", "{tied}")
 CASES = {
     # models
-    "unknown name": (("run", "--model", "llama9:1b", "hi"), FAILED, ["'llama9:1b'", "smollm2:135m", ".gguf"]),
+    "unknown name": (("run", "--model", "llama9:1b", "hi"), FAILED, ["'llama9:1b'", "smollm2:135m", "file or folder"]),
     "missing file": (("run", "--model", "/nowhere/model.gguf", "hi"), FAILED, ["/nowhere/model.gguf"]),
     "truncated": (("run", "--model", "{truncated}", "hi"), FAILED, ["truncated.gguf", "truncated"]),
     "no GGUF": (("run", "--model", "{text}", "hi"), FAILED, ["text.gguf", "not a GGUF"]),
-    "architecture of a folder": (("run", "--model", "{gpt2}", "hi"), FAILED, ["'gpt2'", "llama"]),
-    "another": (("run", "--model", "{qwen2}", "hi"), FAILED, ["'qwen2'", "llama"]),
+    "architecture of a folder": (("run", "--model", "{gemma}", "hi"), FAILED, ["'gemma3'", "llama, mistral, qwen2"]),
     "architecture of a file": (("run", "--model", "{mamba_q8_0}", "hi"), FAILED, ["'mamba'", "llama"]),
     "quantisation": (("run", "--model", "{llama_q2_k}", "hi"), FAILED, ["token_embd.weight", "Q2_K"]),
     "tokenizer": (("run", "--stages", "1", "--model", "{odd_tokenizer}", "hi"), FAILED, ["odd-tokenizer", "WordPiece"]),

@@ -27,6 +27,7 @@ from pptasks.keys import Keys, stage_queue
 from pptasks.membership import Membership
 from pptasks.models import open_model
 from pptasks.plan import make_plan
+from pptasks.probe import expected
 from pptasks.wire import DTYPES, VERSION, Frame, Kind, Lane, Sampling, decode, encode, key_id, short_id
 from tests.conftest import WaitUntil
 from tests.integration.hand import by_hand, send, stock_app
@@ -326,6 +327,7 @@ def head_alone(hand_settings: Settings, tmp_path: Path, wait_until: WaitUntil) -
             digest=make_plan(open_model(settings.model, settings.cache), settings).digest.hex(),
             span=(3, 6),
             key_id=key_id(settings.secret_bytes),
+            probe=expected(),
         )
         wait_until(lambda: client.exists("pp:by-hand:name:pp-entry"), timeout=30, what="stage 0 is ready")
         with stock_app(settings.broker, "pp:by-hand:") as app:

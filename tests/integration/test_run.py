@@ -18,7 +18,7 @@ from tests.integration.run import SMOKE_RUN, Command, Ended, pp, pp_at_once
 KEYS = {"text", "token_ids", "prompt_token_ids", "finish_reason", "model", "plan", "stages", "timings", "seed"}
 MODEL_KEYS = {"name", "architecture", "fingerprint"}
 PLAN_KEYS = {"spans", "wire", "readout", "digest"}
-STAGE_KEYS = {"stage", "pid", "device", "span", "weights_bytes", "rss_bytes"}
+STAGE_KEYS = {"stage", "pid", "device", "kernels", "gate_failure", "span", "weights_bytes", "rss_bytes"}
 TIMINGS_KEYS = {"ready_s", "prefill_s", "decode_s", "tokens_per_s", "hop_us_p50", "hop_us_p99"}
 CUTS = [
     ("llama-tied", ("--stages", "2"), [[0, 3], [3, 6]]),
