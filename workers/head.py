@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from pptasks.wire import ErrorCode, Frame, Kind, short_id
 from workers.reporter import Reporter
 from workers.scheduler import MAX_LOST, Batch, Sequence, State, schedule
 from workers.stage import Stage
-from workers.verify import Traces, Verification
+from workers.verifier import Outcome, Verifier
+from workers.verify import Verification
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +43,6 @@ class Session:
     first_at: float = 0.0
     text: list[str] = field(default_factory=list)
     hops_us: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
-    traces: Traces | None = None  # of a request that is verified
-    finish_reason: str = ""
-    verify_by: float = 0.0  # from its end on, what the stages told must be here by then
 
 
 class Head:
@@ -68,10 +67,9 @@ class Head:
         plan = stage.plan
         self._stage, self._text, self._reporter, self._vocab = stage, text, reporter, vocab_size
         self._everyone_ready, self._open_for_all, self._problem = everyone_ready, False, ""
-        self._verify, self._lap_deadline_s = verify, lap_deadline_s
+        self._verifier = Verifier(verify, stage, lap_deadline_s)
         self._hops = plan.n_stages if plan.n_stages > 1 else 0
         self._sessions: dict[bytes, Session] = {}
-        self._unverified: dict[bytes, Session] = {}  # they have ended, and what the stages told may still come
         self._state = State(plan.slots, plan.max_rows, lap_deadline_s, next_step=first_step)
 
     def submit(self, celery_request: Any) -> None:
@@ -98,6 +96,8 @@ class Head:
         for sequence in self._state.admit() if self._open_for_all else ():
             session = self._sessions[sequence.short_id]
             session.started_at = time.monotonic()
+            if sequence.traced:
+                self._verifier.watch(sequence)
             self._reporter.started(session.celery)
         if (batch := schedule(self._state)) is not None:
             self._state.sent(batch, time.monotonic())
@@ -109,7 +109,7 @@ class Head:
             self._stage_error(frame)
             return
         if frame.kind is Kind.TRACE:
-            self._record(frame)
+            self._verifier.record(frame)
             return
         lap, alone, now = self._state.laps.get(frame.step), len(self._state.laps) == 1, time.monotonic()
         tokens = dict(self._stage.tokens_of(frame)) if lap else {}
@@ -134,8 +134,7 @@ class Head:
         for sequence, position in overdue:
             log.warning("request %s: a lap is overdue, sending again from position %d", sequence.request_id, position)
             self._again(sequence, position)
-        for session in list(self._unverified.values()):
-            self._verify_when_told(session)
+        self._state.postpone(self._verifier.tick())
         for session in list(self._sessions.values()):
             if not session.started_at:
                 session.celery.maybe_expire()  # then it is among the revoked
@@ -154,8 +153,7 @@ class Head:
         stopped = RequestFailed("the head was stopped before this request ended: send it again")
         for session in list(self._sessions.values()):
             self._end(session, error=stopped)
-        for session in self._unverified.values():
-            self._reporter.failed(session.celery, stopped)
+        self._verifier.close(stopped)
 
     def _is_everyone_ready(self) -> bool:
         """Asks the broker. Why not, if a stage failed or differs, is logged once and remembered."""
@@ -194,9 +192,7 @@ class Head:
             sampling=request.sampling,
             traced=request.verify,
         )
-        plan, n_positions = self._stage.plan, len(ids) + sequence.max_tokens
-        traces = Traces(plan.n_stages, n_positions, self._stage.slice.dim) if request.verify else None
-        return Session(celery_request, sequence, self._text.decoder(), traces=traces)
+        return Session(celery_request, sequence, self._text.decoder())
 
     def _encode(self, request: Request) -> list[int]:
         if request.tokens is not None:
@@ -256,46 +252,21 @@ class Head:
     def _end(self, session: Session, *, finish_reason: str = "", error: PPError | None = None) -> None:
         self._state.end(session.sequence)
         del self._sessions[session.sequence.short_id]
-        session.finish_reason = finish_reason
+        if error is None and session.sequence.traced and finish_reason != "cancelled":
+            result = self._result(session, finish_reason)
+            self._verifier.ended(session.sequence, partial(self._verified, session, result))
+            return
+        self._verifier.forget(session.sequence)
         if error is not None:
             self._reporter.failed(session.celery, error)
-        elif session.traces is not None and finish_reason != "cancelled":
-            session.verify_by = time.monotonic() + self._lap_deadline_s
-            self._unverified[session.sequence.short_id] = session
         else:
             self._reporter.finished(session.celery, self._result(session, finish_reason))
 
-    def _record(self, frame: Frame) -> None:
-        """What a stage tells of the rows that it computed."""
-        self._stage.check(frame)
-        row = 0
-        for lane in frame.lanes:
-            session = self._sessions.get(lane.request) or self._unverified.get(lane.request)
-            if session is not None and session.traces is not None:
-                session.traces.record(frame.sender, lane.position, frame.payload[row : row + lane.length])
-            row += lane.length
-
-    def _verify_when_told(self, session: Session) -> None:
-        """Once all stages have told all of it. The engine computes nothing else meanwhile."""
-        sequence, traces = session.sequence, session.traces
-        if traces is None:
-            return
-        untold = traces.missing(len(sequence.ids) - 1)
-        if untold is not None and time.monotonic() < session.verify_by:
-            return
-        del self._unverified[sequence.short_id]
-        try:
-            if untold is not None:
-                stage, position = untold
-                raise RequestFailed(
-                    f"stage {stage} did not tell what it computed for position {position}: verify again"
-                )
-            verification = self._verify(sequence.ids, sequence.n_prompt, sequence.sampling, traces)
-        except PPError as e:
-            self._reporter.failed(session.celery, e)
-            return
-        result = self._result(session, session.finish_reason) | {"verification": verification.to_json()}
-        self._reporter.finished(session.celery, result)
+    def _verified(self, session: Session, result: dict[str, Any], outcome: Outcome) -> None:
+        if isinstance(outcome, PPError):
+            self._reporter.failed(session.celery, outcome)
+        else:
+            self._reporter.finished(session.celery, result | {"verification": outcome.to_json()})
 
     def _result(self, session: Session, finish_reason: str) -> dict[str, Any]:
         sequence, now = session.sequence, time.monotonic()

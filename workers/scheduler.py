@@ -134,6 +134,11 @@ class State:
             for s in sorted(late)
         ]
 
+    def postpone(self, seconds: float) -> None:
+        """The head did something else for so long: laps had to wait for it, and are not late."""
+        for lap in self.laps.values():
+            lap.deadline += seconds
+
     def laps_of(self, slot: int) -> int:
         return sum(slot in lap.open for lap in self.laps.values())
 

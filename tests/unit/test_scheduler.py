@@ -275,3 +275,17 @@ def test_nobody_starves_when_a_frame_has_fewer_rows_than_sequences(n_prompt: int
     head = state(sequence("a"), sequence("b"), sequence("c", n_prompt), max_rows=2)
     served = {name for _ in range(10) for name in answer(head, send(head))}
     assert served == {"a", "b", "c"}
+
+
+def test_what_the_head_spent_elsewhere_makes_no_lap_late() -> None:
+    a = sequence("a")
+    head = state(a)
+    send(head)
+    head.postpone(5.0)
+    assert head.overdue(DEADLINE_S + 4.9) == []
+    assert head.overdue(DEADLINE_S + 5.0) == [(a, 0)]
+
+
+def test_one_traced_sequence_makes_the_lap_a_traced_one() -> None:
+    assert send(state(sequence("a"), sequence("b", traced=True))).traced
+    assert not send(state(sequence("a"), sequence("b"))).traced
