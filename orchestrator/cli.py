@@ -158,29 +158,32 @@ def bench(
 @options.cluster
 @options.as_json
 def verify(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as_json: bool, **given: Any) -> None:
-    """Answer PROMPT, compute it again with every layer on the head alone, and compare. Exit 1 if anything differs.
+    """Check that the stages compute what the model says. Exit 1 if anything differs.
 
-    Tokens are compared, and what each stage's blocks gave for every position: bit by bit where the stages' processors
-    round as the head's does. The head fetches every layer for it, and holds only as many at a time as fit its memory.
-    PROMPT defaults to "Say hello".
+    Answers PROMPT (or what is piped in, or "Say hello"), computes it again with every layer on the head alone, and
+    compares tokens and what each stage's blocks gave for every position: bit by bit where the stages' processors round
+    as the head's does, else within what rounding explains. The head fetches every layer for it, and holds only as many
+    at a time as fit its memory.
     """
-    prompt = prompt if prompt or chat or tokens else "Say hello"
+    if prompt is None and chat is None and tokens is None:
+        prompt = _piped() or "Say hello"
     request = replace(_request(prompt, chat, tokens, raw, given), verify=True)
-    with _cluster(given, Console(stderr=True)) as (cluster, model):
+    with _cluster(given | {"verify": True}, Console(stderr=True)) as (cluster, model):
         answer = Job(cluster, given["timeout"]).run(request)
-        report = describe(cluster, model, answer) | {"verification": answer.result.get("verification")}
+        report = describe(cluster, model, answer) | {"verification": answer.get("verification")}
     found = report["verification"]
     if as_json:
         click.echo(json.dumps(report))
-    elif found is not None:
+    elif found is not None and not given["quiet"]:
+        click.echo(report["text"])
         Console().print(tables.verification_table(report))
     if found is None:
         raise VerifyFailed("the request was cancelled before it could be verified")
     if not found["passed"]:
         raise VerifyFailed(found["reason"])
-    how = "every bit of every hidden state is the same" if found["exact"] else "the tokens are the same"
-    if not given["quiet"]:
-        click.echo(f"verified: {len(found['token_ids'])} tokens; {how}", err=True)
+    how = "every bit of every hidden state is the same" if found["exact"] else "the same but for rounding"
+    if not as_json:
+        click.echo(f"verified: {len(found['token_ids'])} tokens; {how}")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -254,10 +257,15 @@ def _request(prompt: str | None, chat: Path | None, tokens: str | None, raw: boo
     if tokens is not None:
         return Request(tokens=_token_ids(tokens), **sampling)
     if prompt is None:
-        if sys.stdin is None or sys.stdin.isatty():
+        prompt = _piped()
+        if prompt is None:
             raise UsageError('give a PROMPT, such as pp run "Say hello", or pipe one in')
-        prompt = sys.stdin.read()
     return Request(prompt=prompt, raw=raw, **sampling)
+
+
+def _piped() -> str | None:
+    """What is piped in; None at a terminal."""
+    return None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
 
 
 def _messages(file: Path) -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ import platformdirs
 import redis
 
 from orchestrator.broker import EmbeddedBroker, check_broker, purge, sweep
-from orchestrator.process import Process
-from pptasks.config import Settings, child_environment
+from orchestrator.process import TERM_S, Process
+from pptasks.config import Settings, bare_environment, child_environment
 from pptasks.connect import connect, explain
 from pptasks.errors import BrokerError, LinkError, NotReady, StageFailed, StorageError
 from pptasks.keys import ENTRY, EXIT, Keys, stage_name, stage_queue
@@ -87,6 +87,9 @@ class LocalCluster:
             self._wait_until_ready(began + self._options.timeout_s)
             self._stack = stack.pop_all()
         self.ready_s = time.monotonic() - began
+        for stage, member in sorted(self.members.items()):
+            if member.gate_failure:
+                log.warning("stage %d (%s kernels): %s", stage, member.kernels, member.gate_failure)
         return self
 
     def __exit__(
@@ -110,10 +113,10 @@ class LocalCluster:
         self.members = read_members(self._redis, self.keys, self.plan.n_stages)
         return self.members
 
-    def progress(self) -> tuple[tuple[str, int], ...]:
+    def progress(self) -> "Progress":
         """How far each stage is in what it does; changes while a stage fetches or loads."""
         try:
-            return tuple((member.phase, member.done) for member in self.refresh().values())
+            return _progress_of(self.refresh())
         except redis.RedisError:  # whoever waits for tokens will notice
             return ()
 
@@ -193,11 +196,16 @@ class LocalCluster:
         return [_through(self.settings.broker, self._announced(link)["port"]) for link in links]
 
     def _link(self, end: str, settings: "LinkSettings", name: str) -> Process:
-        env = child_environment(self.settings)
-        env.pop("PP_SECRET", None)
         argv = [sys.executable, "-m", "pptasks.link", end]
         self._links.append(
-            Process(name, argv, env | settings.to_environ(), self.folder / f"{name}.log", cwd=self.folder, pipe=True)
+            Process(
+                name,
+                argv,
+                bare_environment() | settings.to_environ(),
+                self.folder / f"{name}.log",
+                cwd=self.folder,
+                pipe=True,
+            )
         )
         return self._links[-1]
 
@@ -210,10 +218,14 @@ class LocalCluster:
         return json.loads(line)
 
     def _wait_until_ready(self, deadline: float) -> None:
+        """As long as some stage gets on with what it does, by bytes or by phases, the time starts anew."""
+        at = self.progress()
         while True:
             self.check()
             try:
                 members = self.refresh()
+                if (now_at := _progress_of(members)) != at:
+                    at, deadline = now_at, time.monotonic() + self._options.timeout_s
                 self._on_members(members)
                 if check_ready(members, self.plan, key_id(self.settings.secret_bytes)) and self._names_resolve():
                     return
@@ -250,8 +262,9 @@ class LocalCluster:
     def _end_all(self, processes: list[Process]) -> None:
         for process in processes:
             process.terminate()
+        deadline = time.monotonic() + TERM_S
         for process in processes:
-            process.finish()
+            process.finish(max(0.0, deadline - time.monotonic()))
 
     def _drop_logs(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -259,6 +272,13 @@ class LocalCluster:
         """Logs are kept for whoever asks why a run failed."""
         if kind is None or not issubclass(kind, Exception):
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+Progress = tuple[tuple[int, str, int], ...]
+
+
+def _progress_of(members: Mapping[int, Member]) -> Progress:
+    return tuple((stage, member.phase, member.done) for stage, member in sorted(members.items()))
 
 
 def _through(url: str, port: str | int) -> str:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.cluster import LocalCluster
@@ -12,16 +11,6 @@ from pptasks.errors import RequestFailed
 from pptasks.modelinfo import Model
 from pptasks.request import Request
 
-CANCEL_WAIT_S = 3.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a request gave. `result` is the head's own account; of a cancelled request, what had come by then."""
-
-    result: dict[str, Any]
-    wall_s: float
-
 
 class Job:
     """Requests to one cluster, one after the other."""
@@ -30,13 +19,12 @@ class Job:
         self._cluster, self._timeout_s = cluster, timeout_s
         self._client = Client(make_app(cluster.settings))
 
-    def run(self, request: Request, on_text: Callable[[str], None] = lambda text: None) -> Answer:
-        """Wait for the whole answer; `on_text` gets its pieces.
+    def run(self, request: Request, on_text: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+        """Wait for the whole answer, and return the head's own account of it; `on_text` gets its pieces.
 
         Raises what the head raised, StageFailed when a worker ends, RequestFailed when nothing comes for `timeout_s`.
         On an interrupt the request is cancelled, and the answer is what had come.
         """
-        began = time.monotonic()
         request_id = self._client.submit(request)
         ids: list[int] = []
         text: list[str] = []
@@ -44,8 +32,8 @@ class Job:
             self._follow(request_id, ids, text, on_text)
         except KeyboardInterrupt:
             self._client.cancel(request_id)
-            return Answer(_cancelled(ids, text), time.monotonic() - began)
-        return Answer(self._client.result(request_id), time.monotonic() - began)
+            return _cancelled(ids, text)
+        return self._client.result(request_id)
 
     def _follow(self, request_id: str, ids: list[int], text: list[str], on_text: Callable[[str], None]) -> None:
         heard, at = time.monotonic(), self._cluster.progress()
@@ -65,10 +53,9 @@ class Job:
                 )
 
 
-def describe(cluster: LocalCluster, model: Model, answer: Answer) -> dict[str, Any]:
+def describe(cluster: LocalCluster, model: Model, result: dict[str, Any]) -> dict[str, Any]:
     """The one JSON object of `pp run --json`."""
     members = cluster.refresh()
-    result = answer.result
     return {
         "text": result["text"],
         "token_ids": result["token_ids"],

@@ -134,7 +134,7 @@ cluster = group(
     ),
     option(
         "--timeout",
-        "Seconds until all stages must be ready, and the longest wait for a token.",
+        "The longest wait, in seconds, for a stage to get on with its start, and for a token.",
         type=Number(min=0, min_open=True),
         default=120.0,
     ),

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from pptasks.members import Member
 
-_BYTES = ("download", "load")
+_BYTES = ("download", "check", "load")
 
 
 class Display:

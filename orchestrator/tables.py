@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from pptasks.modelinfo import Model, memory_bytes, nbytes
-from pptasks.plan import Plan
+from pptasks.plan import Plan, cache_bytes
 from pptasks.remote.wheel import Source as Wheel
 from pptasks.spec import ALIASES
 
@@ -29,14 +29,15 @@ def _stage_row(model: Model, plan: Plan, stage: int) -> dict[str, Any]:
         "tensors": len(tensors),
         "bytes": nbytes(tensors),
         "memory_bytes": memory_bytes(tensors, plan.weights),
+        "kv_bytes": len(span) * cache_bytes(model, plan.slots, plan.context),
     }
 
 
 def plan_table(rows: Sequence[Row], title: str) -> Table:
-    table = Table("stage", "blocks", "also", "tensors", "bytes to load", "bytes in memory", title=title)
+    table = Table("stage", "blocks", "also", "MB to load", "MB of weights", "MB of KV cache", "MB in all", title=title)
     for row in rows:
-        sizes = f"{row['bytes']:,}", f"{row['memory_bytes']:,}"
-        table.add_row(str(row["stage"]), _span(row["span"]), row["also"], str(row["tensors"]), *sizes)
+        sizes = row["bytes"], row["memory_bytes"], row["kv_bytes"], row["memory_bytes"] + row["kv_bytes"]
+        table.add_row(str(row["stage"]), _span(row["span"]), row["also"], *(f"{size / 1e6:,.1f}" for size in sizes))
     return table
 
 
@@ -75,10 +76,11 @@ def bench_table(summary: Row, column: str, title: str) -> Table:
 
 def verification_table(report: Mapping[str, Any]) -> Table:
     found = report["verification"]
-    table = Table("stage", "blocks", "device", "differ", "by at most", "from position")
+    table = Table("stage", "blocks", "device", "values differ", "by at most", "from position")
     for stage, check in zip(report["stages"], found["stages"], strict=True):
         first = "-" if check["first_position"] is None else str(check["first_position"])
-        figures = f"{check['values_differ']:,}", f"{check['max_abs_diff']:.3g}", first
+        largest = "not a number" if check["max_abs_diff"] is None else f"{check['max_abs_diff']:.3g}"
+        figures = f"{check['values_differ']:,}", largest, first
         table.add_row(str(stage["stage"]), _span(stage["span"]), f"{stage['device']} ({stage['kernels']})", *figures)
     return table
 

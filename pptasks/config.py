@@ -18,6 +18,7 @@ A worker is told what it is by its environment, so that the same command starts 
 | PP_PREFILL_CHUNK | most rows of a frame | 128 |
 | PP_MEMORY | bytes of each stage "8G,24G", for PP_SPLIT=auto and a check | none |
 | PP_WEIGHTS | how quantised weights are held: 16bit, quantized | 16bit |
+| PP_VERIFY | 1: requests may ask the head to compute their answers again | 0 |
 | PP_AUDIT_RATE | share of steps in which a live product is recomputed | 0.01 |
 | PP_KERNELS | auto, or tinygrad (no C kernels) | auto |
 | PP_LAP_DEADLINE | seconds after which a lap is sent again | 20 |
@@ -78,6 +79,7 @@ class Settings:
     prefill_chunk: int = field(default=128, metadata=_env("PP_PREFILL_CHUNK"))
     memory: str | None = field(default=None, metadata=_env("PP_MEMORY"))
     weights: str = field(default="16bit", metadata=_env("PP_WEIGHTS"))
+    verify: bool = field(default=False, metadata=_env("PP_VERIFY"))
     audit_rate: float = field(default=0.01, metadata=_env("PP_AUDIT_RATE"))
     kernels: str = field(default="auto", metadata=_env("PP_KERNELS"))
     lap_deadline_s: float = field(default=20.0, metadata=_env("PP_LAP_DEADLINE"))
@@ -151,7 +153,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("stage", "num_stages", "context", "slots", "prefill_chunk"), int),
     **dict.fromkeys(("lap_deadline_s", "audit_rate"), float),
     **dict.fromkeys(("cache", "hf_home"), Path),
-    "lease": lambda raw: {"0": False, "1": True}[raw],
+    **dict.fromkeys(("lease", "verify"), lambda raw: {"0": False, "1": True}[raw]),
 }
 
 
@@ -159,7 +161,7 @@ def _parse(variable: str, name: str, raw: str) -> object:
     try:
         return _PARSERS.get(name, str)(raw)
     except (ValueError, KeyError):
-        kind = "0 or 1" if name == "lease" else "a number"
+        kind = "0 or 1" if name in ("lease", "verify") else "a number"
         raise ConfigError(f"{variable} is {raw!r}: give {kind}") from None
 
 
@@ -173,7 +175,12 @@ def _choice(variable: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{variable} is {value!r}: give one of {', '.join(choices)}")
 
 
+def bare_environment() -> dict[str, str]:
+    """Our environment without the settings' variables, secrets among them: for a process that needs none of them."""
+    ours = {f.metadata["env"] for f in fields(Settings)}
+    return {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("PP_")}
+
+
 def child_environment(settings: Settings) -> dict[str, str]:
     """The environment of a worker process: ours, with the settings' variables and no other value of them."""
-    ours = {f.metadata["env"] for f in fields(Settings)}
-    return {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("PP_")} | settings.to_env()
+    return bare_environment() | settings.to_env()

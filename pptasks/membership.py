@@ -20,7 +20,7 @@ from redis.exceptions import LockError
 from redis.lock import Lock
 
 from pptasks.connect import connect, explain
-from pptasks.errors import BrokerError, StageTaken
+from pptasks.errors import BrokerError, NotReady, StageTaken
 from pptasks.keys import Keys, names_of, stage_queue
 from pptasks.members import Member, check_ready, read_member, read_members
 from pptasks.plan import Plan
@@ -99,12 +99,14 @@ class Membership:
             return False
 
     def arithmetics(self) -> set[str]:
-        """Those of all stages, as the broker says now. Raises BrokerError."""
+        """Those of all stages, as the broker says now. Raises BrokerError, or NotReady for a stage that is away."""
         try:
             members = read_members(self._client, self._keys, self._n_stages)
         except redis.RedisError as e:
             raise BrokerError(f"the stages' records cannot be read: {explain(e)}") from None
-        return {members[i].arithmetic if i in members else "" for i in range(self._n_stages)}
+        if away := [i for i in range(self._n_stages) if i not in members]:
+            raise NotReady(f"stage {away[0]} is away: verify again when it is back")
+        return {member.arithmetic for member in members.values()}
 
     def watch_restarts(self, on_restart: Callable[[int], None]) -> None:
         """Call `on_restart(stage)` when a stage is ready again in another incarnation: its KV cache is empty."""

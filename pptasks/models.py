@@ -23,6 +23,7 @@ from pptasks.remote import wheel
 
 __all__ = ["Model", "ModelConfig", "OnProgress", "TensorRef", "fingerprint", "nbytes", "open_model"]
 
+TYPES = frozenset(name for name, _, _ in gguf.TENSOR_TYPES.values())
 Stored = dict[str, stfile.StoredTensor]
 DEFAULT_HUB = Hub()
 
@@ -132,8 +133,6 @@ def _open_folder(folder: Path) -> Model:
     stored = {name.removeprefix(prefix): tensor for name, tensor in in_files.items()}
     config = check(family.config_from_hf(fields, {name: t.shape for name, t in stored.items()}), source)
     tensors = _Taker(folder, stored, config, lambda t: t.hf, interleaved=False).take(family)
-    if config.tied:
-        stored.pop(family.readout[-1].hf, None)  # a copy of the embedding that some exports keep
     _refuse_others(folder, {name: t for name, t in stored.items() if not name.endswith(family.hf_ignored)})
     starts: dict[Path, int] = {}
     for tensor in in_files.values():
@@ -203,7 +202,7 @@ class _Taker:
         if tensor.shape != (shape[::-1] if transposed else shape):
             asked = f"its configuration asks for {shape}"
             raise ModelFileError(f"{self._source}: tensor {name!r} has shape {tensor.shape}; {asked}")
-        if tensor.dtype not in FLOATS and (len(shape) == 1 or transposed):
+        if tensor.dtype not in TYPES or (tensor.dtype not in FLOATS and (len(shape) == 1 or transposed)):
             what = f"tensor {name!r} has type {tensor.dtype}; supported for it: {', '.join(FLOATS)}"
             raise Unsupported(f"{self._source}: {what}")
         heads = getattr(self._config, wanted.rotary_heads) if wanted.rotary_heads and self._interleaved else 0

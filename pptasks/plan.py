@@ -18,6 +18,7 @@ from pptasks.modelinfo import Model, memory_bytes
 from pptasks.wire import DIGEST_BYTES, DTYPES, max_rows
 
 DEFAULT_CONTEXT = 2048
+MIN_MEMORY = 1 << 20  # bytes; less is a unit that was forgotten
 
 
 @dataclass(frozen=True, order=True)
@@ -125,10 +126,10 @@ def stage_bytes(model: Model, plan: Plan, stage: int) -> int:
     """What a stage holds in memory for as long as it runs: its weights and its KV cache (float32)."""
     span = plan.spans[stage]
     tensors = model.stage_tensors(span.lo, span.hi, embedding=stage == 0, readout=stage == plan.readout_stage)
-    return memory_bytes(tensors, plan.weights) + len(span) * _cache_bytes(model, plan.slots, plan.context)
+    return memory_bytes(tensors, plan.weights) + len(span) * cache_bytes(model, plan.slots, plan.context)
 
 
-def _cache_bytes(model: Model, slots: int, context: int) -> int:
+def cache_bytes(model: Model, slots: int, context: int) -> int:
     """Keys and values of one block."""
     return 2 * 4 * slots * context * model.config.n_kv_heads * model.config.head_dim
 
@@ -138,7 +139,7 @@ def _spans_of(model: Model, settings: Settings, readout: str, context: int) -> t
     if settings.split != "auto" or settings.memory is None:
         return partition(n_blocks, stages, settings.split, *_parameter_costs(model, stages, readout))
     sizes = memory_sizes(settings.memory, stages)
-    cache = _cache_bytes(model, settings.slots, context)
+    cache = cache_bytes(model, settings.slots, context)
     blocks = [memory_bytes(model.block_tensors(i), settings.weights) + cache for i in range(n_blocks)]
     extra = [0] * stages
     for stage in {0, 0 if readout == "first" else stages - 1}:
@@ -156,22 +157,24 @@ def _check_memory(model: Model, plan: Plan, settings: Settings) -> None:
         if need > size:
             who = f"stage {stage} with blocks {plan.spans[stage]}"
             raise PlanError(
-                f"{who} needs {need / 1e9:.2f} GB for weights and KV cache, and has {size / 1e9:.2f} GB: "
+                f"{who} needs {need / 1e6:,.0f} MB for weights and KV cache, and has {size / 1e6:,.0f} MB: "
                 "use more stages, --split auto, fewer slots, a smaller context, or --weights quantized"
             )
 
 
 def memory_sizes(memory: str, stages: int) -> list[int]:
     """Bytes in "8G,24G" (K, M, G, T are powers of 1024; one size stands for every stage). Raises PlanError."""
-    pattern = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+    pattern = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
     parts = [pattern.fullmatch(part.strip()) for part in memory.split(",")]
     if not all(parts):
         raise PlanError(f"memory {memory!r} is no list of sizes such as 8G,24G")
     sizes = [int(float(m[1]) * 1024 ** " KMGT".index(m[2].upper() or " ")) for m in parts if m]
     if len(sizes) == 1:
         sizes *= stages
-    if len(sizes) != stages or 0 in sizes:
-        raise PlanError(f"memory {memory!r} names {len(sizes)} sizes for {stages} stages; give one above 0 for each")
+    if len(sizes) != stages:
+        raise PlanError(f"memory {memory!r} names {len(sizes)} sizes for {stages} stages; give one, or one for each")
+    if min(sizes) < MIN_MEMORY:
+        raise PlanError(f"memory {memory!r} names a size of {min(sizes)} bytes; write 8G for 8 GiB")
     return sizes
 
 

@@ -11,17 +11,17 @@ import codecs
 from threading import Lock
 
 from pptasks import chat, vocab_gguf, vocab_hf
-from pptasks.errors import ModelFileError, RequestError
+from pptasks.errors import RequestError
 from pptasks.modelinfo import Model
 from pptasks.vocab import Vocabulary
 
 
 def open_text(model: Model) -> "Text":
-    """Read the tokenizer and the chat template of `model`. Errors as `vocab_gguf.read`, `vocab_hf.read`."""
+    """Read the tokenizer and the chat template of `model`. Errors as `vocab_gguf.read`, `vocab_hf.read`.
+
+    A tokenizer may have more entries than the model's embedding has rows: whoever uses an id checks it.
+    """
     vocabulary = vocab_hf.read(model.path) if model.path.is_dir() else vocab_gguf.read(model.metadata, model.path)
-    if vocabulary.size > model.config.vocab_size:
-        counts = f"{vocabulary.size} entries, its embedding {model.config.vocab_size} rows"
-        raise ModelFileError(f"{model.path}: its tokenizer has {counts}")
     return Text(vocabulary)
 
 

@@ -5,10 +5,11 @@ A test may drop or double frames with `tamper`, which gets each hop's bytes and 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -79,8 +80,17 @@ class Pipeline:
             self._turn()
         return [sequence.generated for sequence in sequences]
 
-    def verify(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY) -> Verification:
-        """Generate with every stage telling what it computes, then compute it again as the head would."""
+    def verify(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        changed: Mapping[int, Callable[[Slice], object]] = MappingProxyType({}),
+    ) -> Verification:
+        """Generate with every stage telling what it computes, then compute it again as the head would.
+
+        changed: what to do with the slice that the head opens for a stage's blocks.
+        """
         name = f"verified-{np.random.default_rng().integers(1 << 62)}"
         sequence = scheduler.Sequence(
             name, short_id(name), list(prompt), len(prompt), max_tokens, frozenset(), sampling, traced=True
@@ -92,8 +102,9 @@ class Pipeline:
         assert self.traces.missing(len(sequence.ids) - 1) is None
         return verify(
             self.model, self.plan, sequence.ids, len(prompt), sampling, self.traces,
-            open_slice=partial(open_slice, self.model, self.plan, self.settings.kernels),
+            open_slice=partial(open_slice, self.model, self.plan, self.settings.kernels, changed),
             arithmetics=lambda: {stage.slice.arithmetic for stage in self.stages},
+            on_progress=lambda phase, done, total: None,
         )  # fmt: skip
 
     def _turn(self) -> None:
@@ -158,13 +169,25 @@ def load(model: Model, plan: Plan, index: int, kernels: str = "auto") -> Slice:
 
 
 def open_slice(
-    model: Model, plan: Plan, kernels: str, span: Span, *, embedding: bool, readout: bool, n_slots: int, context: int
+    model: Model,
+    plan: Plan,
+    kernels: str,
+    changed: Mapping[int, Callable[[Slice], object]],
+    span: Span,
+    *,
+    embedding: bool,
+    readout: bool,
+    n_slots: int,
+    context: int,
 ) -> Slice:
     """Any span, as `Loader.slice` opens it."""
-    return Slice(
+    opened = Slice(
         model, span, embedding=embedding, readout=readout, n_slots=n_slots, context=context, max_rows=plan.max_rows,
         kernels=kernels, weights=plan.weights, on_progress=lambda phase, done, total: None,
     )  # fmt: skip
+    if span in plan.spans and len(span):
+        changed.get(plan.spans.index(span), lambda slice_: None)(opened)
+    return opened
 
 
 def logits_of(pipeline: Pipeline, ids: Sequence[int]) -> np.ndarray:

@@ -29,8 +29,13 @@ log = logging.getLogger(__name__)
 LEAVE_S = 2.0  # for a warm shutdown; a consumer that waits for a dead broker does not take part in one
 FAILED = 1
 
-settings = Settings.from_env()
+try:
+    settings = Settings.from_env()
+except ConfigError as e:
+    sys.exit(f"pptasks: error: {e}")
 app = make_app(settings)
+for noisy in ("httpx", "httpcore", "httpx2", "httpcore2"):  # at INFO they log URLs, and a query may be a signature
+    logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 class StageStep(bootsteps.StartStopStep):

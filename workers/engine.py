@@ -7,6 +7,7 @@ while a step computes, and puts what arrives into the inbox.
 import gc
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from workers.head import Head
 from workers.loader import Loader, choose_compiler
 from workers.reporter import Reporter
 from workers.stage import Stage
-from workers.verify import verify
+from workers.verify import Verification, verify
 
 if TYPE_CHECKING:
     from pptasks.text import Text
@@ -92,11 +93,18 @@ class Engine:
             self._sender = self._connect()
             gc.freeze()  # what was loaded stays: a full collection in the middle of a lap would look at all of it
             self._membership.update(state="ready", phase="ready")
+            self._say_ready(stage)
             self._serve(stage, head)
         except BaseException as e:
             if not isinstance(e, PPError):  # which says all there is to say
                 log.exception("stage %d failed", self._index)
             self._on_failure(e)
+
+    def _say_ready(self, stage: Stage) -> None:
+        """For whoever reads the log of a worker: Celery's own "ready" comes before the model is loaded."""
+        slice_, span = stage.slice, stage.plan.spans[self._index]
+        held = f"{slice_.weights_bytes / 1e6:.0f} MB of weights, {slice_.kernels_used} kernels on {slice_.device}"
+        print(f"pptasks: stage {self._index} is ready: blocks {span}, {held}", file=sys.stderr, flush=True)
 
     def _load(self) -> tuple[Stage, Head | None]:
         settings, index, member = self._settings, self._index, self._membership
@@ -108,7 +116,8 @@ class Engine:
         choose_compiler(settings)
         from workers.probe import probe  # imports tinygrad, which takes a second: say hello first
 
-        member.update(phase="probe", probe=probe(settings.kernels))  # no layer goes to a device that cannot multiply
+        self._progress("probe", 0, 1)
+        member.update(probe=probe(settings.kernels))  # no layer goes to a device that cannot multiply
         slice_ = loader.stage(index)
         member.update(
             device=slice_.device,
@@ -138,15 +147,30 @@ class Engine:
             vocab_size=loader.model.config.vocab_size,
             first_step=membership.broker_clock_us(),
             everyone_ready=partial(membership.everyone_ready, stage.plan),
-            verify=partial(
-                verify, loader.model, stage.plan, open_slice=loader.slice, arithmetics=membership.arithmetics
-            ),
+            verify=self._verifies(loader) if self._settings.verify else None,
+        )
+
+    def _verifies(self, loader: Loader) -> Callable[..., Verification]:
+        return partial(
+            verify,
+            loader.model,
+            loader.plan,
+            open_slice=loader.slice,
+            arithmetics=self._membership.arithmetics,
+            on_progress=self._progress,
         )
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self._membership.update(phase=phase, done=done, total=total)
 
     def _serve(self, stage: Stage, head: Head | None) -> None:
+        try:
+            self._serve_until_stopped(stage, head)
+        finally:
+            if head is not None:
+                head.close()
+
+    def _serve_until_stopped(self, stage: Stage, head: Head | None) -> None:
         for items in self._drain():
             for item in items:
                 if isinstance(item, Submit):
@@ -160,8 +184,6 @@ class Engine:
                     self._receive(stage, head, item.frame)
             if head is not None:
                 self._schedule(stage, head)
-        if head is not None:
-            head.close()
 
     def _drain(self) -> Iterator[list[Hop | Submit | Restarted]]:
         """All that is in the inbox, as soon as there is something; nothing when a tick passes without."""
@@ -210,8 +232,7 @@ class Engine:
             self.refused(e)
             return
         except Exception as e:
-            text = f"{type(e).__name__}: {e}"
-            self._send(stage.plan, [stage.error(ErrorCode.FAILED, frame.step, frame.lanes, text)])
+            self._send(stage.plan, [stage.error(ErrorCode.FAILED, frame.step, frame.lanes, _words(e))])
             self._survive(e, frame.step)
         else:
             self._send(stage.plan, frames)
@@ -237,7 +258,7 @@ class Engine:
         log.error("lap %d failed", step, exc_info=error)
 
     def _cannot_compute(self, error: Exception) -> RequestFailed:
-        return RequestFailed(f"stage {self._index} could not compute: {type(error).__name__}: {error}")
+        return RequestFailed(f"stage {self._index} could not compute: {_words(error)}")
 
     def _send(self, plan: Plan, frames: list[Frame]) -> None:
         for frame in frames:
@@ -259,3 +280,7 @@ class Engine:
             self._sender.drain()
         except BrokerError as e:
             log.warning("frames are lost, their laps will be sent again: %s", e)
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, PPError) else f"{type(error).__name__}: {error}"

@@ -61,20 +61,24 @@ class Head:
         vocab_size: int,
         first_step: int,
         everyone_ready: Callable[[], bool],
-        verify: Callable[..., Verification],
+        verify: Callable[..., Verification] | None,
     ):
-        """first_step: laps are numbered on from it, above those of a head before. everyone_ready may raise PPError."""
+        """first_step: laps are numbered on from it, above those of a head before. everyone_ready may raise PPError.
+        verify: None where requests may not ask for it."""
         plan = stage.plan
         self._stage, self._text, self._reporter, self._vocab = stage, text, reporter, vocab_size
         self._everyone_ready, self._open_for_all, self._problem = everyone_ready, False, ""
-        self._verifier = Verifier(verify, stage, lap_deadline_s)
+        self._verifier = Verifier(verify, stage, lap_deadline_s) if verify else None
         self._hops = plan.n_stages if plan.n_stages > 1 else 0
         self._sessions: dict[bytes, Session] = {}
         self._state = State(plan.slots, plan.max_rows, lap_deadline_s, next_step=first_step)
 
     def submit(self, celery_request: Any) -> None:
         """Take a request in, or report why not."""
-        if short_id(celery_request.id) in self._sessions:  # a publish that was repeated; the first copy will answer
+        key = short_id(celery_request.id)
+        if key in self._sessions or (
+            self._verifier is not None and key in self._verifier
+        ):  # a publish that was repeated; the first copy will answer
             log.warning("request %s came twice: the second is dropped", celery_request.id)
             return
         try:
@@ -91,13 +95,13 @@ class Head:
 
     def next_batch(self) -> Batch | None:
         """What goes on the next lap now, on record as sent."""
-        if not self._open_for_all and self._state.waiting:
+        if not self._open_for_all and any(self._state.sequences()):
             self._open_for_all = self._is_everyone_ready()
-        for sequence in self._state.admit() if self._open_for_all else ():
+        if not self._open_for_all:
+            return None
+        for sequence in self._state.admit():
             session = self._sessions[sequence.short_id]
             session.started_at = time.monotonic()
-            if sequence.traced:
-                self._verifier.watch(sequence)
             self._reporter.started(session.celery)
         if (batch := schedule(self._state)) is not None:
             self._state.sent(batch, time.monotonic())
@@ -109,7 +113,8 @@ class Head:
             self._stage_error(frame)
             return
         if frame.kind is Kind.TRACE:
-            self._verifier.record(frame)
+            if self._verifier is not None:
+                self._verifier.record(frame)
             return
         lap, alone, now = self._state.laps.get(frame.step), len(self._state.laps) == 1, time.monotonic()
         tokens = dict(self._stage.tokens_of(frame)) if lap else {}
@@ -134,7 +139,8 @@ class Head:
         for sequence, position in overdue:
             log.warning("request %s: a lap is overdue, sending again from position %d", sequence.request_id, position)
             self._again(sequence, position)
-        self._state.postpone(self._verifier.tick())
+        if self._verifier is not None:
+            self._state.postpone(self._verifier.tick())
         for session in list(self._sessions.values()):
             if not session.started_at:
                 session.celery.maybe_expire()  # then it is among the revoked
@@ -144,6 +150,7 @@ class Head:
     def stage_restarted(self, stage: int) -> None:
         """Its KV cache is empty: every live sequence goes again from its first position."""
         log.warning("stage %d was started again: sending %d live requests again", stage, len(self._state.live))
+        self._open_for_all = False  # until it is known that the new worker holds our plan
         for sequence in self._state.live.values():
             self._state.rewind(sequence, 0)
             sequence.lost = 0
@@ -153,7 +160,8 @@ class Head:
         stopped = RequestFailed("the head was stopped before this request ended: send it again")
         for session in list(self._sessions.values()):
             self._end(session, error=stopped)
-        self._verifier.close(stopped)
+        if self._verifier is not None:
+            self._verifier.close(stopped)
 
     def _is_everyone_ready(self) -> bool:
         """Asks the broker. Why not, if a stage failed or differs, is logged once and remembered."""
@@ -192,23 +200,27 @@ class Head:
             sampling=request.sampling,
             traced=request.verify,
         )
+        if request.verify and self._verifier is None:
+            raise RequestError("this head verifies no requests: start it with PP_VERIFY=1, or use `pp verify`")
+        if request.verify and self._verifier is not None:
+            self._verifier.watch(sequence)
         return Session(celery_request, sequence, self._text.decoder())
 
     def _encode(self, request: Request) -> list[int]:
-        if request.tokens is not None:
-            if (largest := max(request.tokens)) >= self._vocab:
-                raise RequestError(f"token id {largest} is outside the vocabulary of {self._vocab}")
-            return list(request.tokens)
-        self._check_length(request)
-        if request.messages is not None:
-            ids = self._text.encode_chat([dict(m) for m in request.messages])
-        elif request.raw:
-            ids = self._text.encode(request.prompt or "")
-        else:
-            ids = self._text.encode_chat([{"role": "user", "content": request.prompt or ""}])
+        ids = list(request.tokens) if request.tokens is not None else self._tokenize(request)
         if not ids:
             raise RequestError("the prompt is empty: it has no tokens")
+        if (largest := max(ids)) >= self._vocab:
+            raise RequestError(f"token id {largest} is outside the vocabulary of {self._vocab}")
         return ids
+
+    def _tokenize(self, request: Request) -> list[int]:
+        self._check_length(request)
+        if request.messages is not None:
+            return self._text.encode_chat([dict(m) for m in request.messages])
+        if request.raw:
+            return self._text.encode(request.prompt or "")
+        return self._text.encode_chat([{"role": "user", "content": request.prompt or ""}])
 
     def _check_length(self, request: Request) -> None:
         """A text that no context could hold is refused before it is tokenized, which would hold every request up."""
@@ -252,11 +264,12 @@ class Head:
     def _end(self, session: Session, *, finish_reason: str = "", error: PPError | None = None) -> None:
         self._state.end(session.sequence)
         del self._sessions[session.sequence.short_id]
-        if error is None and session.sequence.traced and finish_reason != "cancelled":
-            result = self._result(session, finish_reason)
-            self._verifier.ended(session.sequence, partial(self._verified, session, result))
-            return
-        self._verifier.forget(session.sequence)
+        if self._verifier is not None and session.sequence.traced:
+            if error is None and finish_reason != "cancelled":
+                result = self._result(session, finish_reason)
+                self._verifier.ended(session.sequence, partial(self._verified, session, result))
+                return
+            self._verifier.forget(session.sequence)
         if error is not None:
             self._reporter.failed(session.celery, error)
         else:

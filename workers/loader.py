@@ -26,10 +26,14 @@ def choose_compiler(settings: Settings) -> None:
     try:
         os.environ["CC"] = cc = compiler({"CC": settings.cc or ""}, settings.cache)
         os.environ.setdefault("CACHEDB", str(kernel_cache(cc, settings.cache)))
-    except ConfigError:
+    except ConfigError as e:
         from tinygrad import Device
 
-        if Device.DEFAULT == "CPU":
+        try:
+            needs_compiler = Device.DEFAULT == "CPU"
+        except RuntimeError:  # no device works, and the CPU does not for want of a compiler
+            raise e from None
+        if needs_compiler:
             raise
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pptasks.errors import CacheMiss, MalformedFrame, WrongPlan
+from pptasks.errors import CacheMiss, MalformedFrame, RequestFailed, WrongPlan
 from pptasks.plan import Plan
 from pptasks.routing import produces
 from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Lane
@@ -54,9 +54,15 @@ class Stage:
         row = 0
         for lane in lanes:
             first = lane.position + lane.length - lane.readout
-            ids.append([sample(logits[row + i], lane.sampling, first + i) for i in range(lane.readout)])
+            ids.append([self._sample(logits[row + i], lane, first + i) for i in range(lane.readout)])
             row += lane.readout
         return ids
+
+    def _sample(self, logits: np.ndarray, lane: Lane, position: int) -> int:
+        """Raises RequestFailed where no logit is the largest: something on the way here overflowed, or is broken."""
+        if not np.isfinite(logits.max()):
+            raise RequestFailed(f"the logits of position {position} are not finite: verify the model with `pp verify`")
+        return sample(logits, lane.sampling, position)
 
     def tokens_of(self, frame: Frame) -> list[tuple[Lane, list[int]]]:
         """The ids that a frame brings back to the head: read out here in a ring, on the last stage in a line."""
@@ -76,7 +82,7 @@ class Stage:
         if frame.run != self._run_id or frame.plan != self._digest:
             raise WrongPlan(
                 f"stage {self.index} got a frame of plan {frame.plan.hex()}, but its own is {self._digest.hex()}: "
-                "start every stage with the same model, split, wire, readout, context and slots"
+                "start every stage with the same model, stages, split, wire, readout, context, slots and weights"
             )
         if frame.kind in (Kind.ACTIVATION, Kind.RETURN, Kind.TRACE) and frame.payload.shape[1] != self.slice.dim:
             raise MalformedFrame(f"a hidden state of width {frame.payload.shape[1]}; this model's is {self.slice.dim}")

@@ -5,13 +5,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pptasks.errors import PPError, RequestFailed
+from celery.worker import state as celery_state
+
+from pptasks.errors import PPError, RequestError, RequestFailed
 from pptasks.wire import Frame
 from workers.scheduler import Sequence
 from workers.stage import Stage
 from workers.verify import Traces, Verification
 
 log = logging.getLogger(__name__)
+
+MAX_TOLD_BYTES = 1 << 30  # of one request, from all stages
 
 Outcome = Verification | PPError
 OnChecked = Callable[[Outcome], None]
@@ -36,10 +40,13 @@ class Verifier:
         self._watched: dict[bytes, _Watched] = {}
 
     def watch(self, sequence: Sequence) -> None:
-        """From its first lap on."""
-        n_positions = sequence.n_prompt + sequence.max_tokens
-        traces = Traces(self._stage.plan.n_stages, n_positions, self._stage.slice.dim)
-        self._watched[sequence.short_id] = _Watched(sequence, traces)
+        """Keep what the stages will tell of it. Raises RequestError if that is more than the head keeps."""
+        shape = self._stage.plan.n_stages, sequence.n_prompt + sequence.max_tokens, self._stage.slice.dim
+        if (size := Traces.nbytes(*shape)) > MAX_TOLD_BYTES:
+            told = f"{shape[1]} positions of {shape[0]} stages take {size / 1e6:.0f} MB"
+            limit = f"at most {MAX_TOLD_BYTES / 1e6:.0f} MB are kept for a verification"
+            raise RequestError(f"{told}, and {limit}: ask for fewer tokens")
+        self._watched[sequence.short_id] = _Watched(sequence, Traces(*shape))
 
     def record(self, frame: Frame) -> None:
         """What a stage tells of the rows that it computed. Raises WireError for a frame that is not of this run."""
@@ -55,18 +62,26 @@ class Verifier:
         watched = self._watched[sequence.short_id]
         watched.on_checked, watched.by = on_checked, time.monotonic() + self._patience_s
 
+    def __contains__(self, short_id: bytes) -> bool:
+        """Whether this request is being answered or checked."""
+        return short_id in self._watched
+
     def forget(self, sequence: Sequence) -> None:
         """It failed, or was cancelled: there is nothing to check."""
         self._watched.pop(sequence.short_id, None)
 
     def tick(self) -> float:
-        """Check what can be checked; the seconds that it took, in which the engine did nothing else."""
+        """Check one answer that can be; the seconds that it took, in which the engine did nothing else."""
         began = time.monotonic()
         for watched in list(self._watched.values()):
             if watched.on_checked is not None and (outcome := self._check(watched)) is not None:
                 self.forget(watched.sequence)
                 watched.on_checked(outcome)
-        return time.monotonic() - began
+                break  # what came for the others meanwhile is in the inbox
+        took = time.monotonic() - began
+        for watched in self._watched.values():
+            watched.by += took
+        return took
 
     def close(self, error: PPError) -> None:
         """The worker stops: whoever waits for a check is told."""
@@ -77,6 +92,8 @@ class Verifier:
     def _check(self, watched: _Watched) -> Outcome | None:
         """None while something is still on its way."""
         sequence = watched.sequence
+        if sequence.request_id in celery_state.revoked:
+            return RequestFailed("it was cancelled before it could be verified")
         untold = watched.traces.missing(len(sequence.ids) - 1)
         if untold is not None and time.monotonic() < watched.by:
             return None

@@ -125,15 +125,20 @@ def head_dim(fields: Fields, name: str, dim: int, n_heads: int) -> int:
     return fields.integer(name, MAX_WIDTH, max(1, dim // n_heads))
 
 
+def tied(fields: Fields, shapes: Shapes) -> bool:
+    """Whether the output head is the embedding: not where a folder stores a head of its own, whatever it says."""
+    return "lm_head.weight" not in shapes and fields.get("tie_word_embeddings") is not False
+
+
 def rope_from_hf(fields: Fields) -> Rope:
     """Both spellings: `rope_theta` + `rope_scaling`, and since transformers 5 `rope_parameters`."""
     theta = fields.number("rope_theta", 10000.0)
-    for name in ("rope_parameters", "rope_scaling"):
-        values = fields.get(name)
-        if values is not None:
-            break
-    else:
+    given = {name: value for name in ("rope_parameters", "rope_scaling") if (value := fields.get(name))}
+    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+        raise Unsupported(f"{fields.source}: rope_parameters and rope_scaling say different things; remove one")
+    if not given:
         return Rope(theta)
+    name, values = next(iter(given.items()))
     if not isinstance(values, dict):
         raise ModelFileError(f"{fields.source}: {name} is {short(values)}, not an object")
     if any(isinstance(v, dict) for v in values.values()):

@@ -13,6 +13,7 @@ from pptasks.families.base import (
     Shapes,
     TensorSpec,
     head_dim,
+    tied,
 )
 from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, OUTPUT_NORM_BIAS, POSITIONS, ModelConfig
 
@@ -45,7 +46,6 @@ def _from_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
         "tie_word_embeddings": (False, True),
     })  # fmt: skip
     dim, n_heads = fields.integer("n_embd", MAX_WIDTH), fields.integer("n_head", MAX_WIDTH)
-    tied = fields.get("tie_word_embeddings")
     return _config(
         dim,
         n_heads,
@@ -55,7 +55,7 @@ def _from_hf(fields: Fields, shapes: Shapes) -> ModelConfig:
         vocab_size=fields.integer("vocab_size", MAX_VOCAB),
         context=fields.integer("n_positions", MAX_CONTEXT),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        tied="lm_head.weight" not in shapes if tied is None else bool(tied),
+        tied=tied(fields, shapes),
     )
 
 

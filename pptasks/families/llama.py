@@ -12,6 +12,7 @@ from pptasks.families.base import (
     head_dim,
     rope_from_gguf,
     rope_from_hf,
+    tied,
     windows_from_hf,
 )
 from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, ROPE_FACTORS, ModelConfig
@@ -67,8 +68,8 @@ def config_from_hf(architecture: str, fields: Fields, shapes: Shapes, windowed: 
     dim, n_heads = fields.integer("hidden_size", MAX_WIDTH), fields.integer("num_attention_heads", MAX_WIDTH)
     n_blocks = fields.integer("num_hidden_layers", MAX_BLOCKS)
     first = fields.get("max_window_layers")
-    first = first if type(first) is int else 0
-    tied = fields.get("tie_word_embeddings")
+    if first:
+        first = fields.integer("max_window_layers", MAX_BLOCKS)
     return ModelConfig(
         architecture=architecture,
         n_blocks=n_blocks,
@@ -83,8 +84,8 @@ def config_from_hf(architecture: str, fields: Fields, shapes: Shapes, windowed: 
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         ffn="swiglu",
         rope=rope_from_hf(fields),
-        windows=windows_from_hf(fields, n_blocks, lambda i: windowed and i >= first),
-        tied="lm_head.weight" not in shapes if tied is None else bool(tied),
+        windows=windows_from_hf(fields, n_blocks, lambda i: windowed and i >= (first or 0)),
+        tied=tied(fields, shapes),
     )
 
 

@@ -13,6 +13,8 @@ def _from_hf(architecture: str, fields: Fields, shapes: Shapes) -> ModelConfig:
     if not fields.get("use_sliding_window"):
         unused = ("sliding_window", "layer_types", "max_window_layers")
         fields = replace(fields, values={k: v for k, v in fields.values.items() if k not in unused})
+    else:  # transformers' defaults of keys that are not there
+        fields = replace(fields, values={"sliding_window": 4096, "max_window_layers": 28, **fields.values})
     return config_from_hf(architecture, fields, shapes, windowed=True)
 
 

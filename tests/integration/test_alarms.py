@@ -1,9 +1,11 @@
 """The alarms of a real worker: its memory changes under its hands, a token is asked for at a terminal."""
 
+import json
 import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from pptasks.request import Request
 from tests.conftest import WaitUntil
 from tests.fake_hub import FakeHub
 from tests.integration.hand import by_hand
-from tests.integration.run import LONG_S, ROOT
+from tests.integration.run import LONG_S, ROOT, pp
 
 TOKEN = "hf_" + "hunter2" * 4
 
@@ -76,7 +78,7 @@ def test_a_stage_whose_memory_changes_stops_and_says_where(
             assert overwrite_in_memory(worker.pid, weights, negated) >= 1
         except PermissionError:
             pytest.skip("this kernel lets no one into another process's memory")
-        with pytest.raises(RequestFailed, match=r"stage 1: AuditFailed: audit: block 4, product ffn_up, row \d+"):
+        with pytest.raises(RequestFailed, match=r"stage 1: audit: block 4, product ffn_up, row \d+"):
             client.result(client.submit(request), timeout_s=LONG_S)
         wait_until(lambda: worker.poll() is not None, timeout=20, what="the end of the worker")
     log = (tmp_path / "log1").read_text()
@@ -126,3 +128,28 @@ def read_until(terminal: int, text: str) -> str:
                 break
     assert text in shown, shown
     return shown
+
+
+def test_kernels_that_are_wrong_are_replaced_and_everyone_sees_it(goldens: Path, tmp_path: Path) -> None:
+    """The whole program with one constant of its C kernels changed: the answer is still right, and slower."""
+    program = tmp_path / "program"
+    for package in ("pptasks", "workers", "orchestrator"):
+        shutil.copytree(ROOT / package, program / package)
+    kernels = program / "workers" / "kernels.c"
+    text = kernels.read_text()
+    assert "1.0f / __builtin_sqrtf((float)HEAD_DIM)" in text
+    kernels.write_text(
+        text.replace("1.0f / __builtin_sqrtf((float)HEAD_DIM)", "1.001f / __builtin_sqrtf((float)HEAD_DIM)")
+    )
+    golden = json.loads((goldens / "llama-tied" / "expected.json").read_text())
+    tokens = ",".join(map(str, golden["prompt_ids"]))
+    argv = ["run", "--model", str(goldens / "llama-tied"), "--tokens", tokens, "--stages", "1", "--max-tokens", "4"]
+    ended = pp(tmp_path, *argv, "--wire", "f32", "--json", "--quiet", PYTHONPATH=str(program))
+    assert ended.code == 0, ended.stderr
+    assert ended.report["token_ids"] == golden["greedy_ids"][:4]
+    (stage,) = ended.report["stages"]
+    assert stage["kernels"] == "tinygrad"
+    assert "numpy reference differ" in stage["gate_failure"]
+    assert re.search(
+        r"WARNING: stage 0 \(tinygrad kernels\): block 0 of c and the numpy reference differ", ended.stderr
+    )

@@ -12,6 +12,7 @@ import pytest
 from pptasks.app import make_app
 from pptasks.client import Client
 from pptasks.config import Settings
+from pptasks.errors import RequestError
 from pptasks.models import open_model
 from pptasks.request import Request
 from tests.integration.hand import by_hand
@@ -31,14 +32,13 @@ def test_a_sound_run_is_verified(tmp_path: Path, goldens: Path, link: str) -> No
     assert found["exact"]
     assert list(found["token_ids"]) == ended.report["token_ids"]
     assert [c["values_differ"] for c in found["stages"]] == [0, 0, 0]
-    assert "every bit of every hidden state is the same" in ended.stderr
 
 
 def test_for_people_there_is_a_table(tmp_path: Path, goldens: Path) -> None:
     ended = pp(tmp_path, "verify", "--model", str(goldens / "gpt2"), "--max-tokens", "4")
     assert ended.code == 0, ended.stderr
     assert "from position" in ended.stdout
-    assert ended.stderr.rstrip().endswith("is the same")
+    assert ended.stdout.rstrip().endswith("every bit of every hidden state is the same")
 
 
 def test_a_run_that_cannot_be_verified_exits_1(tmp_path: Path, goldens: Path) -> None:
@@ -58,6 +58,7 @@ def test_a_run_that_cannot_be_verified_exits_1(tmp_path: Path, goldens: Path) ->
 def settings(redis_url: str, goldens: Path, tmp_path: Path) -> Settings:
     return Settings(
         model=str(goldens / "llama-tied"), num_stages=3, broker=redis_url, run="verified", secret=SECRET, wire="bf16",
+        verify=True,
         cache=Settings.from_env().cache, cc=Settings.from_env().cc,
     )  # fmt: skip
 
@@ -101,3 +102,11 @@ def test_the_report_fits_json(tmp_path: Path, goldens: Path) -> None:
     ended = pp(tmp_path, "verify", "--model", str(goldens / "llama-tied"), "--tokens", TOKENS, "--json", "--quiet")
     assert json.loads(ended.stdout)["verification"]["stages"][0]["first_position"] is None
     assert ended.stderr == ""
+
+
+def test_a_head_that_was_not_told_to_verifies_nothing(settings: Settings, tmp_path: Path) -> None:
+    """Any producer could else have it fetch all layers, and wait."""
+    with by_hand(0, replace(settings, num_stages=1, verify=False), tmp_path / "log"):
+        client = Client(make_app(replace(settings, num_stages=1)))
+        with pytest.raises(RequestError, match="PP_VERIFY=1"):
+            client.result(client.submit(Request(tokens=(7, 8), verify=True)), timeout_s=60)

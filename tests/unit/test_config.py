@@ -23,6 +23,7 @@ FULL = Settings(
     prefill_chunk=33,
     memory="8G,24G,24G",
     weights="quantized",
+    verify=True,
     audit_rate=0.5,
     kernels="tinygrad",
     lap_deadline_s=0.7,

@@ -102,7 +102,10 @@ def test_both_spellings_of_rope(tied: Path, tmp_path: Path) -> None:
     new = open_model(tied, tmp_path).config
     edit(tied / "config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling={"type": "default"})
     assert open_model(tied, tmp_path).config == new
-    edit(tied / "config.json", rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_theta=None)
+    edit(
+        tied / "config.json",
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_scaling=None, rope_theta=None,
+    )  # fmt: skip
     assert open_model(tied, tmp_path).config == replace(new, rope=Rope(5e5))
 
 
@@ -112,10 +115,10 @@ def test_head_width_follows_from_the_heads(tied: Path, tmp_path: Path) -> None:
 
 
 def test_tied_is_what_the_files_say(sharded: Path, tied: Path, tmp_path: Path) -> None:
-    edit(sharded / "config.json", tie_word_embeddings=True)  # the file's own head is then a copy that nobody reads
+    edit(sharded / "config.json", tie_word_embeddings=True)  # it has a head of its own: that one counts
     model = open_model(sharded, tmp_path)
-    assert model.config.tied
-    assert "output.weight" not in model.tensors
+    assert not model.config.tied
+    assert "output.weight" in model.tensors
     edit(tied / "config.json", tie_word_embeddings=None)
     assert open_model(tied, tmp_path).config.tied
     edit(tied / "config.json", tie_word_embeddings=False)
@@ -254,6 +257,40 @@ def test_rope_scaling_in_the_old_spelling(tied: Path, tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     edit(tied / "config.json", rope_scaling={**scaling, "original_max_position_embeddings": 8192})
     assert open_model(tied, tmp_path).config.rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_two_ropes_that_differ_are_refused(tied: Path, tmp_path: Path) -> None:
+    """transformers takes one of them; a yarn that was added to a newer configuration must not go unseen."""
+    edit(tied / "config.json", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(Unsupported, match="rope_parameters and rope_scaling say different things"):
+        open_model(tied, tmp_path)
+    edit(tied / "config.json", rope_scaling={})
+    assert open_model(tied, tmp_path).config.rope == Rope(10000.0)
+
+
+def test_what_is_not_said_is_transformers_default(goldens: Path, tmp_path: Path) -> None:
+    mistral = Path(shutil.copytree(goldens / "mistral-no-window", tmp_path / "m", copy_function=shutil.copyfile))
+    assert set(open_model(mistral, tmp_path).config.windows) == {0}
+    config = json.loads((mistral / "config.json").read_text())
+    del config["sliding_window"]
+    (mistral / "config.json").write_text(json.dumps(config))
+    assert set(open_model(mistral, tmp_path).config.windows) == {4096}
+    qwen = Path(shutil.copytree(goldens / "qwen2-bias", tmp_path / "q", copy_function=shutil.copyfile))
+    edit(qwen / "config.json", use_sliding_window=True, layer_types=None, sliding_window=16, max_window_layers=2.0)
+    with pytest.raises(ModelFileError, match="max_window_layers"):
+        open_model(qwen, tmp_path)
+
+
+def test_a_mask_of_any_type_is_no_weight(goldens: Path, tmp_path: Path) -> None:
+    """GPT-2's oldest exports keep the causal mask, some of them as bytes."""
+    folder = Path(shutil.copytree(goldens / "gpt2-no-prefix", tmp_path / "g", copy_function=shutil.copyfile))
+
+    def as_bytes(header: dict[str, Any]) -> None:
+        entry = header["h.0.attn.bias"]
+        entry["dtype"], entry["shape"] = "U8", [*entry["shape"][:-1], 4 * entry["shape"][-1]]
+
+    rewrite(folder / "model.safetensors", as_bytes)
+    assert open_model(folder, tmp_path).config.architecture == "gpt2"
 
 
 def test_windows_are_what_the_configuration_says(goldens: Path, tmp_path: Path) -> None:
@@ -423,7 +460,8 @@ CHANGES: dict[str, tuple[Callable[[Header], object], type[ModelError], str]] = {
         ModelFileError,
         "norm.weight",
     ),
-    "an unknown type": (lambda h: swap(h, "dtype", "F8_E4M3"), Unsupported, "F8_E4M3"),
+    "an unknown type": (lambda h: swap(h, "dtype", "F6_E3M2"), Unsupported, "F6_E3M2"),
+    "a type that is no weight's": (lambda h: swap(h, "dtype", "I32"), Unsupported, "I32"),
     "another shape": (lambda h: swap(h, "shape", [64, 32]), ModelFileError, "shape"),
     "a size that is not the shape's": (lambda h: swap(h, "shape", [31, 64]), ModelFileError, "cannot be 8192 bytes"),
     "a negative size": (lambda h: swap(h, "shape", [-32, -64]), ModelFileError, "malformed"),
