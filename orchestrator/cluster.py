@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import platformdirs
 import redis
 
 from orchestrator.broker import EmbeddedBroker, check_broker, purge, sweep
 from orchestrator.process import TERM_S, Process
-from pptasks.config import Settings, bare_environment, child_environment
-from pptasks.connect import connect, explain
+from pptasks.config import Settings, bare_environment, child_environment, worker_module
+from pptasks.connect import connect, explain, through
 from pptasks.errors import BrokerError, LinkError, NotReady, StageFailed, StorageError
-from pptasks.keys import ENTRY, EXIT, Keys, stage_name, stage_queue
+from pptasks.keys import ENTRY, EXIT, Keys, stage_name
 from pptasks.members import Member, check_ready, read_members, resolve
 from pptasks.membership import Lease
 from pptasks.plan import Plan
@@ -163,11 +163,7 @@ class LocalCluster:
             log.warning("%s; the next run on it will", e)
 
     def _worker(self, stage: int, broker: str) -> Process:
-        argv = [
-            sys.executable, "-m", "celery", "--quiet", "-A", "workers", "worker",
-            "-Q", stage_queue(stage), "-n", f"{stage_name(stage)}@%h", "--pool", "solo",
-            "-l", "WARNING", "--without-gossip", "--without-mingle",
-        ]  # fmt: skip
+        argv = [sys.executable, "-m", *worker_module(stage)]
         env = child_environment(replace(self.settings, stage=stage, broker=broker))
         return Process(f"stage {stage}", argv, env, self.folder / f"stage{stage}.log", cwd=self.folder)
 
@@ -193,7 +189,7 @@ class LocalCluster:
             self._link("connect", LinkSettings(key=peer, ticket=ticket, **common), f"link{stage}")
             for stage, (peer, _) in enumerate(peers)
         ]
-        return [_through(self.settings.broker, self._announced(link)["port"]) for link in links]
+        return [through(self.settings.broker, self._announced(link)["port"]) for link in links]
 
     def _link(self, end: str, settings: "LinkSettings", name: str) -> Process:
         argv = [sys.executable, "-m", "pptasks.link", end]
@@ -279,10 +275,3 @@ Progress = tuple[tuple[int, str, int], ...]
 
 def _progress_of(members: Mapping[int, Member]) -> Progress:
     return tuple((stage, member.phase, member.done) for stage, member in sorted(members.items()))
-
-
-def _through(url: str, port: str | int) -> str:
-    """The broker's URL, reached through a local port: same password, same database."""
-    parts = urlsplit(url)
-    login, at, _ = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{login}{at}127.0.0.1:{port}"))

@@ -37,6 +37,7 @@ from pathlib import Path
 import platformdirs
 
 from pptasks.errors import ConfigError
+from pptasks.keys import stage_name, stage_queue
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MAX_STAGES = 1024
@@ -184,3 +185,20 @@ def bare_environment() -> dict[str, str]:
 def child_environment(settings: Settings) -> dict[str, str]:
     """The environment of a worker process: ours, with the settings' variables and no other value of them."""
     return bare_environment() | settings.to_env()
+
+
+def worker_module(stage: int) -> tuple[str, ...]:
+    """`python -m` this, in `child_environment`, is the worker of a stage."""
+    name = ("-Q", stage_queue(stage), "-n", f"{stage_name(stage)}@%h", "--pool", "solo")
+    return (
+        "celery",
+        "--quiet",
+        "-A",
+        "workers",
+        "worker",
+        *name,
+        "-l",
+        "WARNING",
+        "--without-gossip",
+        "--without-mingle",
+    )

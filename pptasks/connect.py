@@ -1,5 +1,7 @@
 """A redis-py client for what is not a Celery message: members, leases, token streams."""
 
+from urllib.parse import urlsplit, urlunsplit
+
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -12,6 +14,13 @@ def connect(url: str) -> redis.Redis:
     return redis.Redis.from_url(
         url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=3, retry=Retry(NoBackoff(), 0)
     )
+
+
+def through(url: str, port: int | str) -> str:
+    """The broker's URL, reached through a local port: same login, same database."""
+    parts = urlsplit(url)
+    login, at, _ = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{login}{at}127.0.0.1:{port}"))
 
 
 def explain(error: Exception) -> str:

@@ -69,3 +69,7 @@ class Keys:
     def stream(self, request_id: str) -> str:
         """The tokens of a request as they come: a Redis stream."""
         return f"{self.prefix}stream:{request_id}"
+
+    def log(self, stage: int) -> str:
+        """The last lines that the machine of a stage wrote: a list, see workers/node.py."""
+        return f"{self.prefix}log:{stage}"
