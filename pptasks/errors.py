@@ -19,6 +19,12 @@
     ├── RoutingError            a frame with no next hop
     ├── CacheMiss               a position beyond what the KV cache of this stage holds
     ├── BrokerError             the broker cannot be started, reached, or refuses us
+    ├── ProviderError           who rents out machines refuses us, or says what we do not understand
+    │   ├── BadKey              the key is refused: no retry
+    │   ├── NoCredit            the account has no money left: no retry
+    │   ├── OfferGone           somebody else was faster: take the next offer
+    │   ├── CreatedAnyway       a create that was refused and yet made a machine that bills
+    │   └── NoAnswer            whether it did what was asked is not known
     ├── StorageError            a folder or a file that cannot be written
     ├── LinkError               the iroh link cannot be made, or was refused
     ├── StageTaken              another worker serves this stage already
@@ -108,6 +114,34 @@ class CacheMiss(PPError):
 
 
 class BrokerError(PPError):
+    pass
+
+
+class ProviderError(PPError):
+    pass
+
+
+class BadKey(ProviderError):
+    pass
+
+
+class NoCredit(ProviderError):
+    pass
+
+
+class OfferGone(ProviderError):
+    pass
+
+
+class CreatedAnyway(ProviderError):
+    """`instance_id`: the machine, to be destroyed."""
+
+    def __init__(self, message: str, instance_id: str):
+        super().__init__(message)
+        self.instance_id = instance_id
+
+
+class NoAnswer(ProviderError):
     pass
 
 
