@@ -76,7 +76,7 @@ _KIND_DTYPES = {
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave all tokens in. Bounds are checked at
-    the door (client.py)."""
+    the door (request.py)."""
 
     temperature: float = 0.0
     top_k: int = 0
