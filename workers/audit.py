@@ -2,11 +2,12 @@
 
 What is copied at load time, as the weights pass by: a few random rows of every linear layer, in their own type, and all
 norms and biases. Of the block that a step traced, those channels of one row are computed again, each product from what
-the step itself had before it, so that a mistake is found where it happened: q, k and v from the block's input, the
-attention where all that the row sees came in the same call, the normed input of the feed-forward layer, its inner
-activation, the block's output. The formulas are those of workers/reference.py.
+the step itself had before it, so that a mistake is found where it happened: q, k and v from the block's input, what
+of them the KV cache holds, the attention from the cache, the normed input of the feed-forward layer, its inner
+activation, the block's output. The formulas are those of workers/reference.py. One row of the cache is kept until the
+next audit, and must then be what it was.
 
-Every value carries a bound of what float32 may lose on the way, whatever the order of its sums (`Known.slack`).
+Every value carries a bound of what float32 may lose on the way, whatever the order of its sums (workers/bounds.py).
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -17,25 +18,15 @@ from numpy.typing import NDArray
 
 from pptasks.errors import AuditFailed
 from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, ModelConfig
+from workers.bounds import STEPS, UNIT_ROUNDOFF, Floats, Known, activated, exact, lost
 from workers.reference import rope_angles
 from workers.trace import Trace
 from workers.weights import Weight
 
 CHANNELS = 4  # rows of each linear layer that are copied
-UNIT_ROUNDOFF = 2.0**-24  # of float32
-STEPS = 16  # roundings that a value may go through besides its sums: exponentials, divisions
-STEEPEST = 1.13  # the largest slope of silu (1.10) and of gelu (1.13)
-
-Floats = NDArray[np.float64]
+ADDITIONS = 4  # roundings of a layer's output, its bias and what it is added to, in whatever order
+MOST_SEEN = 4096  # positions of a head's attention that is computed again; no more than a few ms
 GROUPS = {"attn_output": "d", "ffn_down": "d", "ffn_gate": "f", "ffn_up": "f"}  # layers whose channels belong together
-
-
-@dataclass(frozen=True)
-class Known:
-    """Values (n,) as they are in exact arithmetic, and how far a float32 computation may be off."""
-
-    value: Floats
-    slack: Floats
 
 
 @dataclass(frozen=True)
@@ -46,10 +37,25 @@ class Sample:
     weight: Weight
 
 
+Cached = Callable[[int, int, int, int], tuple[np.ndarray, np.ndarray]]  # `Backend.cached`
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What stood in the KV cache at one place."""
+
+    block: int
+    slot: int
+    position: int
+    keys: np.ndarray  # (1, KV * Hd)
+    values: np.ndarray
+
+
 class Audit:
     """Of one stage. `rate` is the share of calls that are audited, `names` the tensors of the stage.
 
-    The caller shows it every weight (`see`), asks before a call whether it is `due`, and shows it what came out.
+    The caller shows it every weight (`see`), asks before a call whether it is `due`, tells it after each what was
+    written to the KV cache (`wrote`), and shows it what came out.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Audit:
         self._channels: dict[str, NDArray[np.int64]] = {}  # by block and group
         self._samples: dict[str, Sample] = {}  # by tensor
         self._vectors: dict[str, Floats] = {}
+        self._witness: Witness | None = None
 
     def see(self, name: str, weight: Weight) -> None:
         """Copy what the audit needs of a weight."""
@@ -84,32 +91,46 @@ class Audit:
     def due(self) -> bool:
         return self._rng.random() < self._rate
 
-    def choose(self, blocks: Sequence[int]) -> int | None:
-        """One of the blocks that the backend can trace; None if there is none."""
-        return int(self._rng.choice(blocks)) if blocks else None
+    def choose(self) -> int | None:
+        """One of the blocks that can be traced; None if there is none."""
+        return int(self._rng.choice(self._traced)) if self._traced else None
 
-    def check_block(self, trace: Trace, slots: np.ndarray, positions: np.ndarray) -> None:
+    def wrote(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """A call has written these places of the KV cache, int32 (R,): they may hold something else now."""
+        w = self._witness
+        if w is not None and np.any((slots == w.slot) & (positions == w.position)):
+            self._witness = None
+
+    def check_block(self, trace: Trace, slots: np.ndarray, positions: np.ndarray, cached: Cached) -> None:
         """A random row of a traced call; slots and positions int32 (R,). Raises AuditFailed."""
+        self._check_witness(cached)
         r, name = int(self._rng.integers(len(trace.x))), f"blk.{trace.block}."
-        position = int(positions[r])
+        slot, position = int(slots[r]), int(positions[r])
         where = f"position {position}"
-        x, o, h, a = (_exact(rows[r]) for rows in (trace.x, trace.o, trace.h, trace.a))
+        keys, values = cached(trace.block, slot, position, position)
+        x, o, h, a = (exact(rows[r]) for rows in (trace.x, trace.o, trace.h, trace.a))
         normed = self._norm(name + "attn_norm", x)
-        for part, got in (("attn_q", trace.q), ("attn_k", trace.k), ("attn_v", trace.v)):
+        for part, got in (
+            ("attn_q", [trace.q[r]]),
+            ("attn_k", [trace.k[r], keys[0]]),
+            ("attn_v", [trace.v[r], values[0]]),
+        ):
             known = self._dot(name + part, normed)
             if part != "attn_v":
                 known = self._turn(name + part, self._head_norm(name + part, known), position)
-            self._compare(where, name + part, got[r], known)
-        self._check_attention(where, trace, slots, positions, r)
-        middle = _plus(_part(x, self._samples[name + "ffn_down.weight"].index), self._dot(name + "attn_output", o))
+            for row in got:
+                self._compare(where, name + part, row, known)
+        self._check_attention(where, trace, slot, position, r, cached)
+        middle = self._added(x.at(self._samples[name + "ffn_down.weight"].index), name + "attn_output", o)
         self._check_norm(where, name + "ffn_norm", middle, h)
         self._compare(where, name + "ffn_up", trace.a[r], self._inner(name, h))
-        self._compare(where, name + "ffn_down", trace.y[r], _plus(middle, self._dot(name + "ffn_down", a)))
+        self._compare(where, name + "ffn_down", trace.y[r], self._added(middle, name + "ffn_down", a))
+        self._witness = Witness(trace.block, slot, position, keys.copy(), values.copy())
 
     def check_logits(self, x: np.ndarray, logits: np.ndarray) -> None:
         """A random row of a read-out: x (R, D), logits (R, V). Raises AuditFailed."""
         r = int(self._rng.integers(len(x)))
-        normed = self._norm(OUTPUT_NORM.removesuffix(".weight"), _exact(x[r]))
+        normed = self._norm(OUTPUT_NORM.removesuffix(".weight"), exact(x[r]))
         known = self._dot(self._head.removesuffix(".weight"), normed)
         self._compare(f"row {r} of the call", self._head.removesuffix(".weight"), logits[r], known)
 
@@ -142,17 +163,28 @@ class Audit:
         bias = self._vectors.get(f"{name}.bias")
         if bias is not None:
             value, size = value + bias[sample.index], size + np.abs(bias[sample.index])
-        return Known(value, np.abs(w) @ x.slack + _lost(w.shape[1]) * size)
+        return Known(value, np.abs(w) @ x.slack + lost(w.shape[1]) * size)
+
+    def _added(self, x: Known, name: str, inputs: Known) -> Known:
+        """A layer's sampled channels, added to x."""
+        y, bias = self._dot(name, inputs), self._vectors.get(f"{name}.bias")
+        size = np.abs(x.value) + np.abs(y.value)
+        if bias is not None:
+            size += np.abs(bias[self._samples[f"{name}.weight"].index])
+        return Known(x.value + y.value, x.slack + y.slack + ADDITIONS * UNIT_ROUNDOFF * size)
 
     def _norm(self, name: str, x: Known) -> Known:
-        weight, bias, eps = (
-            self._vectors[f"{name}.weight"],
-            self._vectors.get(f"{name}.bias", 0.0),
-            self._config.norm_eps,
-        )
-        centred = x.value - (x.value.mean() if self._config.norm == "layer" else 0.0)
-        scaled = centred / np.sqrt((centred * centred).mean() + eps) * weight
-        return Known(scaled + bias, _lost(len(centred)) * (np.abs(scaled) + np.abs(bias)))
+        """Of an x without slack."""
+        weight, bias, n = self._vectors[f"{name}.weight"], self._vectors.get(f"{name}.bias", 0.0), len(x.value)
+        layer = self._config.norm == "layer"
+        centred = x.value - (x.value.mean() if layer else 0.0)
+        deviation = np.sqrt((centred * centred).mean() + self._config.norm_eps)
+        scaled = centred / deviation * weight
+        slack = lost(n) * (np.abs(scaled) + np.abs(bias))
+        if layer:  # the mean of nearly equal values is rounded the same way at each step: all n may count
+            drift = (n + STEPS) * UNIT_ROUNDOFF * np.abs(x.value).mean() / deviation
+            slack += drift * (np.abs(weight) + drift * np.abs(scaled))
+        return Known(scaled + bias, slack)
 
     def _head_norm(self, name: str, raw: Known) -> Known:
         """The norm of a whole head's q or k, where the model has one."""
@@ -161,7 +193,7 @@ class Audit:
             return raw
         power = (raw.value * raw.value).mean() + self._config.norm_eps
         value, factor = raw.value / np.sqrt(power) * weight, np.abs(weight) / np.sqrt(power)
-        drift = (np.abs(raw.value) * raw.slack).mean() / power + _lost(len(value))  # of the head's scale, relative
+        drift = (np.abs(raw.value) * raw.slack).mean() / power + lost(len(value))  # of the head's scale, relative
         return Known(value, raw.slack * factor + np.abs(value) * drift)
 
     def _turn(self, name: str, x: Known, position: int) -> Known:
@@ -180,26 +212,37 @@ class Audit:
         """What `ffn_down` multiplies."""
         up = self._dot(name + "ffn_up", h)
         if self._config.ffn == "gelu":
-            return _activated(up, lambda v: 0.5 * v * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (v + 0.044715 * v**3))))
-        gate = _activated(self._dot(name + "ffn_gate", h), lambda v: v * np.exp(-np.logaddexp(0.0, -v)))
+            return activated(up, lambda v: 0.5 * v * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (v + 0.044715 * v**3))))
+        gate = activated(self._dot(name + "ffn_gate", h), lambda v: v * np.exp(-np.logaddexp(0.0, -v)))
         slack = np.abs(up.value) * gate.slack + (np.abs(gate.value) + gate.slack) * up.slack
         value = gate.value * up.value
         return Known(value, slack + STEPS * UNIT_ROUNDOFF * np.abs(value))
 
-    def _check_attention(self, where: str, trace: Trace, slots: np.ndarray, positions: np.ndarray, r: int) -> None:
-        """One head's output of row r, if the row and all that it sees are in this call."""
-        c, window, last = self._config, self._config.windows[trace.block], int(positions[r])
-        first = max(0, last - window + 1) if window else 0
-        seen = np.flatnonzero((slots == slots[r]) & (positions >= first) & (positions <= last))
-        if len(seen) != last + 1 - first:
+    def _check_witness(self, cached: Cached) -> None:
+        w = self._witness
+        if w is None:
             return
+        keys, values = cached(w.block, w.slot, w.position, w.position)
+        if keys.tobytes() != w.keys.tobytes() or values.tobytes() != w.values.tobytes():
+            raise AuditFailed(
+                f"audit: block {w.block}, KV cache, position {w.position} of slot {w.slot}: it is no longer what was "
+                "written: the device or its memory is at fault"
+            )
+
+    def _check_attention(self, where: str, trace: Trace, slot: int, position: int, r: int, cached: Cached) -> None:
+        """One head's output of row r, unless it sees too many positions."""
+        c, window = self._config, self._config.windows[trace.block]
+        first = max(0, position - window + 1) if window else 0
+        if position - first >= MOST_SEEN:
+            return
+        keys, values = cached(trace.block, slot, first, position)
         head = int(self._rng.integers(c.n_heads))
         mine, group = _head(head, c.head_dim), _head(head * c.n_kv_heads // c.n_heads, c.head_dim)
-        q, k, v = (m.astype(np.float64) for m in (trace.q[r, mine], trace.k[seen, group], trace.v[seen, group]))
+        q, k, v = (m.astype(np.float64) for m in (trace.q[r, mine], keys[:, group], values[:, group]))
         scores = k @ q / np.sqrt(c.head_dim)
         odds = np.exp(scores - scores.max())
         odds /= odds.sum()
-        blur = 2 * _lost(c.head_dim) * (np.abs(k) @ np.abs(q)).max() / np.sqrt(c.head_dim) + _lost(len(seen))
+        blur = 2 * lost(c.head_dim) * (np.abs(k) @ np.abs(q)).max() / np.sqrt(c.head_dim) + lost(len(k))
         known = Known(odds @ v, 2 * blur * (odds @ np.abs(v)))
         self._compare(where, f"blk.{trace.block}.attention", trace.o[r], known, np.arange(mine.start, mine.stop))
 
@@ -236,32 +279,6 @@ def _product(name: str) -> str:
     _, _, block_and_layer = name.rpartition("blk.")
     block, _, layer = block_and_layer.rpartition(".")
     return f"block {block}, product {layer}" if block else f"product {name}"
-
-
-def _lost(n: int) -> float:
-    """How much of the sum of magnitudes a sum of n products may lose in float32.
-
-    The worst order loses n roundoffs; roundings are no conspiracy, and their walk grows as the root of n (Higham 2002,
-    section 2.8). Twice that, and what does not grow.
-    """
-    return UNIT_ROUNDOFF * (2.0 * np.sqrt(n) + STEPS)
-
-
-def _exact(x: np.ndarray) -> Known:
-    return Known(x.astype(np.float64), np.zeros(len(x)))
-
-
-def _part(x: Known, index: NDArray[np.int64]) -> Known:
-    return Known(x.value[index], x.slack[index])
-
-
-def _plus(x: Known, y: Known) -> Known:
-    rounding = UNIT_ROUNDOFF * (np.abs(x.value) + np.abs(y.value))
-    return Known(x.value + y.value, x.slack + y.slack + rounding)
-
-
-def _activated(x: Known, function: Callable[[Floats], Floats]) -> Known:
-    return Known(function(x.value), STEEPEST * x.slack + STEPS * UNIT_ROUNDOFF * np.abs(x.value))
 
 
 def _head(i: int, width: int) -> slice:

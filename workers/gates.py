@@ -1,17 +1,25 @@
 """The boot gates: before a stage serves, its kernels are compared with a second and a third opinion on its own weights.
 
-At the very shapes of the model, with the real weights of a block, a few seeded rows go through the backend's kernel,
-through workers/reference.py in numpy and, for the C kernels, through the plain tinygrad expression. Compared is what
-the float32 of any order of summation keeps.
+At the very shapes of the model, with the real weights of a block, seeded rows go through the backend's kernel, through
+workers/reference.py in numpy and, for the C kernels, through the plain tinygrad expression. Compared is what float32
+keeps in any order of summation.
 
-The numpy comparison runs at every start. The tinygrad one costs seconds of compilation the first time; that it agreed
-is remembered beside tinygrad's own compiled kernels, so under the same processor and compiler.
+The backend computes the rows twice: in calls of 1 to 6, and in calls as long as they may be, which the C kernels must
+answer with the same bits. Two sequences alternate, each in a slot of its own, and change places for the second time.
+
+The numpy comparison runs at every start. It takes ROWS positions, which cost it 50 ms; FEW where they would cost more:
+in a block of more than LARGE_BLOCK weights, and on tinygrad, whose every call takes 0.1 s here. The tinygrad comparison
+costs seconds of compilation the first time; that it agreed is remembered beside tinygrad's own compiled kernels, so
+under the same processor and compiler.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
+from itertools import cycle
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,20 +28,26 @@ from tinygrad.helpers import diskcache_get, diskcache_put
 
 from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, OUTPUT_NORM_BIAS, ModelConfig
 from workers import blocks, plain, reference
-from workers.kernels import SOURCE
+from workers.kernels import SOURCE, CpuKernels
 from workers.plain import PlainTinygrad
 from workers.weights import FLOATS, Weight, aligned_zeros
 
 if TYPE_CHECKING:
     from workers.model import Backend
 
-ROWS = 9  # all but the last in one call, then one: kernels take many rows another way than one
-PLAIN_ROWS = 3  # of those, for plain tinygrad, which widens a quantised weight again for each
+ROWS = 60  # of a sequence: more than a panel of kernels.c, and several vectors of scores
+FEW = 12
+LARGE_BLOCK = 30_000_000
+CALLS = (1, 2, 3, 4, 5, 6)  # rows: every tile of kernels.c
+WINDOW = 5  # positions; tried besides where the model's own is larger than what is compared
+PLAIN_ROWS = 3  # for plain tinygrad, which widens a quantised weight again for each
 CHANNELS = 512  # of the read-out that are compared, besides those at both ends
 TOLERANCE = 1e-4  # of the rms of a row's change. A float32 sum of 16384 products loses about 1e-6; five follow another
 LARGE = 1e-5  # of a value: what is far above the rms is rounded coarser
 ROUNDING = 2.0**-23  # of a sum whose terms may be large beside it
 SMALL_ROW = 0.01  # every other row is so small that the norm's epsilon counts
+
+RunBlock = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # `Backend.run_block` of one block
 
 
 class Gates:
@@ -55,7 +69,7 @@ class Gates:
     ):
         self._config, self._blocks, self._factors = config, blocks, factors
         self._rope = rope
-        self._slot, self._max_rows, self._rows = slot, max_rows, min(ROWS, context)
+        self._slots, self._max_rows, self._context = tuple(dict.fromkeys((slot, 0))), max_rows, context
         self._head = EMBEDDING if config.tied else OUTPUT
         self._weights: dict[str, Weight] = {}
 
@@ -68,15 +82,14 @@ class Gates:
 
     def against_numpy(self, backend: "Backend") -> str | None:
         """Where the backend's results are not the reference's, with figures; None if they agree. It writes the first
-        positions of the slot."""
+        positions of the slot and of slot 0."""
         arrays = {name: _array(weight) for name, weight in self._weights.items()}
-        x = _hidden(self._rows, self._config.dim)
         for i in self._blocks:
-            expected = reference.block(self._config, i, arrays, x, self._factors)
-            wrong = _difference(self._block(backend, i, x), expected, x)
+            wrong = self._wrong_block(backend, i, arrays) or self._wrong_window(backend, i, arrays)
             if wrong is not None:
-                return f"block {i} of {backend.name} and the numpy reference differ at {wrong}"
+                return f"block {i} of {backend.name} {wrong}"
         if OUTPUT_NORM in self._weights:
+            x = _hidden(sum(CALLS), self._config.dim)
             wrong = _difference(self._read_out(backend, x), reference.logits(self._config, arrays, x))
             if wrong is not None:
                 return f"the read-out of {backend.name} and the numpy reference differ at {wrong}"
@@ -88,11 +101,12 @@ class Gates:
         key = self._key()
         if diskcache_get("pptasks_gates", key):
             return None
-        x = _hidden(self._rows, self._config.dim)[:PLAIN_ROWS]
+        x = _hidden(min(PLAIN_ROWS, self._context), self._config.dim)
         other = self._plain()
         where = np.zeros(len(x), np.int32), np.arange(len(x), dtype=np.int32)
         for i in self._blocks:
-            wrong = _difference(self._block(backend, i, x), other.run_block(i, x, *where), x)
+            [got] = self._block(partial(backend.run_block, i), x[None], (self._max_rows,), self._slots[:1])
+            wrong = _difference(got, other.run_block(i, x, *where), x)
             if wrong is not None:
                 return f"block {i} of {backend.name} and plain tinygrad differ at {wrong}"
         if OUTPUT_NORM in self._weights:
@@ -106,19 +120,60 @@ class Gates:
     def _prefixes(self) -> tuple[str, ...]:
         return tuple(f"blk.{i}." for i in self._blocks)
 
-    def _block(self, backend: "Backend", i: int, x: np.ndarray) -> np.ndarray:
-        out, first = [], 0
-        while first < len(x):
-            n = min(self._max_rows, max(1, len(x) - 1 - first))
-            positions = np.arange(first, first + n, dtype=np.int32)
-            out.append(backend.run_block(i, x[first : first + n], np.full(n, self._slot, np.int32), positions))
-            first += n
-        return np.concatenate(out)
+    def _wrong_block(self, backend: "Backend", i: int, arrays: reference.Weights) -> str | None:
+        x = _hidden(self._rows(backend, i), self._config.dim)
+        both = np.stack([x, x[::-1]])[: len(self._slots)]
+        run = partial(backend.run_block, i)
+        at_once = self._block(run, both, (self._max_rows,), self._slots)
+        by_few = self._block(run, both, CALLS, self._slots[::-1])
+        expected = reference.block(self._config, i, arrays, x, self._factors)
+        for got in (by_few[0], at_once[0]):
+            wrong = _difference(got, expected, x)
+            if wrong is not None:
+                return f"and the numpy reference differ at {wrong}"
+        if isinstance(backend, CpuKernels) and at_once.tobytes() != by_few.tobytes():
+            values = int((at_once != by_few).sum())
+            return f"depends on how many rows it is given: {values} of {by_few.size} values have other bits"
+        return None
+
+    def _wrong_window(self, backend: "Backend", i: int, arrays: reference.Weights) -> str | None:
+        """A window that no row reaches the end of, tried with a small one: to the C kernels it is but an argument."""
+        c = self._config
+        if not isinstance(backend, CpuKernels) or c.windows[i] < self._rows(backend, i):
+            return None
+        x = _hidden(min(FEW, self._context), c.dim)
+        run = partial(backend.run_block, i, window=WINDOW)
+        [got] = self._block(run, x[None], (self._max_rows,), self._slots[:1])
+        narrow = replace(c, windows=tuple(WINDOW for _ in c.windows))
+        wrong = _difference(got, reference.block(narrow, i, arrays, x, self._factors), x)
+        return wrong and f"and the numpy reference differ, with a window of {WINDOW}, at {wrong}"
+
+    def _rows(self, backend: "Backend", i: int) -> int:
+        size = sum(prod(w.shape) for name, w in self._weights.items() if name.startswith(f"blk.{i}."))
+        many = size <= LARGE_BLOCK and isinstance(backend, CpuKernels)
+        return min(ROWS if many else FEW, self._context)
+
+    def _block(self, run: RunBlock, x: np.ndarray, sizes: Sequence[int], slots: Sequence[int]) -> np.ndarray:
+        """A block over sequences (S, T, D), one for each of the slots, whose rows alternate in calls of `sizes`."""
+        n_sequences, length, dim = x.shape
+        rows = x.swapaxes(0, 1).reshape(-1, dim)
+        where = np.tile(np.array(slots, np.int32), length), np.repeat(np.arange(length, dtype=np.int32), n_sequences)
+        out = [run(rows[n], where[0][n], where[1][n]) for n in self._calls(len(rows), sizes)]
+        return np.concatenate(out).reshape(length, n_sequences, dim).swapaxes(0, 1)
 
     def _read_out(self, backend: "Backend", x: np.ndarray) -> np.ndarray:
         """The logits of the kept rows of the head."""
-        index, n = _channels(self._config.vocab_size), self._max_rows
-        return np.concatenate([backend.logits(x[i : i + n])[:, index] for i in range(0, len(x), n)])
+        index = _channels(self._config.vocab_size)
+        return np.concatenate([backend.logits(x[rows])[:, index] for rows in self._calls(len(x), CALLS)])
+
+    def _calls(self, rows: int, sizes: Sequence[int]) -> Iterator[slice]:
+        first = 0
+        for size in cycle(sizes):
+            if first >= rows:
+                return
+            last = min(first + min(size, self._max_rows), rows)
+            yield slice(first, last)
+            first = last
 
     def _plain(self) -> PlainTinygrad:
         """The kept weights alone; a vocabulary of the kept rows."""
@@ -141,7 +196,7 @@ class Gates:
         """What decides whether the comparison comes out as it did: both sides' source, the numbers, the types."""
         types = [(name, weight.dtype, weight.shape) for name, weight in sorted(self._weights.items())]
         text = [Path(file).read_text() for file in (SOURCE, blocks.__file__, plain.__file__)]
-        known = text, version("tinygrad"), self._config, self._blocks, types, self._rows, self._max_rows
+        known = text, version("tinygrad"), self._config, self._blocks, types, self._context, self._max_rows
         return hashlib.sha256(repr(known).encode()).hexdigest()
 
 

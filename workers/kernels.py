@@ -88,14 +88,25 @@ class CpuKernels:
     ) -> np.ndarray:
         return self._run(self._blocks, x, slots, positions, trace)
 
-    def run_block(self, i: int, x: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return self._run({i: self._blocks[i]}, x, slots, positions, None)
+    def run_block(
+        self, i: int, x: np.ndarray, slots: np.ndarray, positions: np.ndarray, *, window: int | None = None
+    ) -> np.ndarray:
+        """`window`: another than the model's."""
+        kernel, arguments = self._blocks[i]
+        if window is not None:
+            arguments = (*arguments[:-1], ctypes.c_uint64(window))
+        return self._run({i: (kernel, arguments)}, x, slots, positions, None)
+
+    def cached(self, i: int, slot: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = (cache[slot, first : last + 1].reshape(last + 1 - first, -1) for cache in self._cache[i])
+        return keys, values
 
     def block_kinds(self) -> list[int]:
-        """One block for each different kernel of the span."""
-        kinds: dict[int, int] = {}
+        """One block for each kernel of the span, and for each way through it: with a window or none, which biases."""
+        kinds: dict[tuple[int, bool, bytes], int] = {}
         for i, (kernel, _) in self._blocks.items():
-            kinds.setdefault(id(kernel), i)  # `_load` keeps them all
+            present = (self._tensors[i] != 0).tobytes()
+            kinds.setdefault((id(kernel), self._config.windows[i] > 0, present), i)  # `_load` keeps the kernels
         return list(kinds.values())
 
     def logits(self, x: np.ndarray) -> np.ndarray:

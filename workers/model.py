@@ -11,7 +11,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -24,7 +23,6 @@ from workers import kernels as c_kernels
 from workers.audit import Audit
 from workers.gates import Gates
 from workers.plain import PlainTinygrad
-from workers.probe import device_name
 from workers.trace import Trace
 from workers.weights import Weight, load
 
@@ -49,6 +47,10 @@ class Backend(Protocol):
 
     def run_block(self, i: int, x: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """As `forward`, block `i` of the model alone."""
+
+    def cached(self, i: int, slot: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys (after RoPE) and values that block `i` holds of a slot at the positions `first` to `last`, both
+        included: float32 (n, KV * Hd) each, to be read at once: they may be the cache itself."""
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """float32 (R, D) -> float32 (R, V)"""
@@ -94,19 +96,14 @@ class Slice:
         self._factors = None if factors is None else next(load([factors], on_progress))[1].data
         self._rope = rope_table(model.config, context, self._factors)
 
-        use_c, rng = _use_c(model.config, kernels), np.random.default_rng()
-        one = self._blocks[int(rng.integers(max(1, len(span)))) :][:1]  # tinygrad keeps the steps of one block, or none
-        self._traced = self._blocks if use_c else one
-        self._audit = (
-            Audit(model.config, audit_rate, rng, traced=self._traced, names=refs.keys(), factors=self._factors)
-            if audit_rate
-            else None
-        )
-        loaded = self._loaded(load(list(refs.values()), on_progress, quantized=weights == "quantized"))
-        self._backend: Backend = self._on_c(loaded, one) if use_c else self._on_tinygrad(loaded, one)
+        self._rng, self._audit_rate, self._names = np.random.default_rng(), audit_rate, refs.keys()
+        self._audit: Audit | None = None
+        loaded = self._counted(load(list(refs.values()), on_progress, quantized=weights == "quantized"))
+        use_c = _use_c(model.config, kernels)
+        self._backend: Backend = self._on_c(loaded) if use_c else self._on_tinygrad(loaded)
         self.kernels_used = self._backend.name  # "c" or "tinygrad"
-        self.exact = self.kernels_used == "c"  # equal bits, however many rows a step has
-        self.arithmetic = c_arithmetic() if self.exact else tinygrad_arithmetic()  # of two exact stages: equal bits
+        # Of two stages that have the same: equal bits, however many rows a step has. "": no promise.
+        self.arithmetic = c_arithmetic() if self.kernels_used == "c" else ""
 
     def embed(self, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int32 (R,), int32 (R,) -> float32 (R, D), 1 <= R <= max_rows.
@@ -132,10 +129,12 @@ class Slice:
             raise ValueError(f"{len(x)} rows, {len(slots)} slots and {len(positions)} positions")
         _check_range("slot", slots, self._n_slots)
         _check_range("position", positions, self._context)
-        block = self._audit.choose(self._traced) if self._audit is not None and self._audit.due() else None
+        block = self._audit.choose() if self._audit is not None and self._audit.due() else None
         y = self._backend.forward(x, slots, positions, trace=block)
-        if block is not None and self._audit is not None and self._backend.trace is not None:
-            self._audit.check_block(self._backend.trace, slots, positions)
+        if self._audit is not None:
+            self._audit.wrote(slots, positions)
+            if block is not None and self._backend.trace is not None:
+                self._audit.check_block(self._backend.trace, slots, positions, self._backend.cached)
         return y
 
     def logits(self, x: np.ndarray) -> np.ndarray:
@@ -153,9 +152,9 @@ class Slice:
 
     # ---- the way to a backend that has passed its gates ----
 
-    def _on_c(self, weights: Iterable[tuple[str, Weight]], one: range) -> Backend:
+    def _on_c(self, weights: Iterable[tuple[str, Weight]]) -> Backend:
         held = dict(weights)
-        backend = self._make(c_kernels.CpuKernels, held.items())
+        backend = self._make(c_kernels.CpuKernels, held.items(), self._blocks)
         gates = self._gates(backend.block_kinds())
         for name, weight in held.items():
             gates.see(name, weight)
@@ -164,23 +163,34 @@ class Slice:
         if wrong is not None:
             log.error("the C kernels are switched off, tinygrad's own are used instead: %s", wrong)
             self.gate_failure = wrong
-            return self._on_tinygrad(held.items(), one)
+            return self._on_tinygrad(held.items())
         wrong = gates.against_plain(backend)
         if wrong is not None:  # two agree against one
             log.error("tinygrad's own kernels are wrong on this machine, the C kernels stay in use: %s", wrong)
             self.gate_failure = wrong
+        self._audit = self._audit_of(self._blocks)
+        if self._audit is not None:
+            for name, weight in held.items():
+                self._audit.see(name, weight)
         return backend
 
-    def _on_tinygrad(self, weights: Iterable[tuple[str, Weight]], one: range) -> Backend:
-        """`one`: the block, if there is any, that is compared now and traced later."""
-        self._traced, gates = one, self._gates(one)
-        backend = self._make(PlainTinygrad, _shown(weights, gates.see))
+    def _on_tinygrad(self, weights: Iterable[tuple[str, Weight]]) -> Backend:
+        """One block, if there is any, is compared now and traced later: tinygrad keeps the steps of no more."""
+        one = self._blocks[int(self._rng.integers(max(1, len(self._blocks)))) :][:1]
+        gates, self._audit = self._gates(one), self._audit_of(one)
+        sees = [gates.see] if self._audit is None else [gates.see, self._audit.see]
+        backend = self._make(PlainTinygrad, _shown(weights, sees), one)
         wrong = gates.against_numpy(backend)
         if wrong is not None:
             raise ProbeFailed(f"device {self.device} computes wrongly: {wrong}; use another machine, or another device")
         return backend
 
-    def _make(self, backend: type[AnyBackend], weights: Iterable[tuple[str, Weight]]) -> AnyBackend:
+    def _audit_of(self, traced: range) -> Audit | None:
+        if not self._audit_rate:
+            return None
+        return Audit(self._config, self._audit_rate, self._rng, traced=traced, names=self._names, factors=self._factors)
+
+    def _make(self, backend: type[AnyBackend], weights: Iterable[tuple[str, Weight]], traced: range) -> AnyBackend:
         return backend(
             self._config,
             weights,
@@ -189,7 +199,7 @@ class Slice:
             context=self._context,
             n_slots=self._n_slots,
             max_rows=self._max_rows,
-            traced=self._traced if self._audit is not None else range(0),
+            traced=traced if self._audit_rate else range(0),
         )
 
     def _gates(self, blocks: Sequence[int]) -> Gates:
@@ -203,11 +213,9 @@ class Slice:
             max_rows=self._max_rows,
         )
 
-    def _loaded(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+    def _counted(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         for name, weight in weights:
             self.weights_bytes += weight.nbytes
-            if self._audit is not None:
-                self._audit.see(name, weight)
             yield name, weight
 
     # ---- what comes in ----
@@ -244,10 +252,6 @@ def c_arithmetic() -> str:
     return f"c {hashlib.sha256(c_kernels.SOURCE.read_bytes() + code).hexdigest()[:16]}"
 
 
-def tinygrad_arithmetic() -> str:
-    return f"tinygrad {version('tinygrad')} {Device.DEFAULT} {device_name()}"
-
-
 _SUM = """
 typedef float v16 __attribute__((ext_vector_type(16)));
 void sum(v16 *out, const v16 *x, const v16 *y, long n) {
@@ -278,9 +282,12 @@ def _use_c(config: ModelConfig, kernels: str) -> bool:
     return why_not is None
 
 
-def _shown(weights: Iterable[tuple[str, Weight]], see: Callable[[str, Weight], None]) -> Iterator[tuple[str, Weight]]:
+def _shown(
+    weights: Iterable[tuple[str, Weight]], sees: Sequence[Callable[[str, Weight], None]]
+) -> Iterator[tuple[str, Weight]]:
     for name, weight in weights:
-        see(name, weight)
+        for see in sees:
+            see(name, weight)
         yield name, weight
 
 

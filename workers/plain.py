@@ -82,6 +82,10 @@ class PlainTinygrad:
         [y] = self._by_portions(_causal_order(positions), run)
         return y
 
+    def cached(self, i: int, slot: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = (_copied(cache, (slot, first), last + 1 - first) for cache in self._cache[i])
+        return keys, values
+
     def logits(self, x: np.ndarray) -> np.ndarray:
         def run(rows: np.ndarray) -> list[Tensor]:
             n = self._bucket(len(rows))
@@ -174,6 +178,17 @@ def _causal_order(positions: np.ndarray) -> np.ndarray:
 
 def _zeros(shape: tuple[int, ...]) -> Tensor:
     return Tensor.zeros(*shape).contiguous().realize()
+
+
+def _copied(cache: Tensor, at: tuple[int, int], n: int) -> np.ndarray:
+    """float32 (n, KV * Hd): of a cache, `n` positions from `at` (slot, position) on. A copy of memory, no kernel."""
+    _, context, kv_heads, head_dim = cache.shape
+    width, (slot, first) = int(kv_heads * head_dim), at
+    try:
+        part = cache.uop.buffer.view(n * width, dtypes.float32, 4 * (slot * int(context) + first) * width)
+        return part.ensure_allocated().numpy().reshape(n, width)
+    except NotImplementedError:  # OpenCL and WebGPU name no part of a buffer
+        return cache.numpy()[slot, first : first + n].reshape(n, width)
 
 
 def _sizes(max_rows: int) -> list[int]:

@@ -1,6 +1,5 @@
 """The kernel probe on this machine: pptasks/probe.py's products on the device that a stage is about to use."""
 
-import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -11,8 +10,6 @@ from pptasks.errors import ProbeFailed
 from pptasks.modelinfo import OUTPUT, OUTPUT_NORM, ModelConfig
 from workers.kernels import CpuKernels, obstacle
 from workers.weights import FLOATS, Weight, aligned_zeros
-
-log = logging.getLogger(__name__)
 
 Matmul = Callable[[np.ndarray, np.ndarray], np.ndarray]  # float32 (m, k), (k, n) -> float32 (m, n)
 ROOT = 2.0**20  # of the epsilon that makes the C read-out's norm a division by a power of two, see `c_matmul`
@@ -26,7 +23,7 @@ def probe(kernels: str) -> str:
     """
     result = check(f"device {Device.DEFAULT} ({device_name()})", tinygrad_matmul)
     if kernels == "auto" and obstacle(_READ_OUT) is None:
-        result = check("the C kernels", c_matmul)
+        result = check("the C code", c_matmul)
     return result
 
 
