@@ -57,8 +57,9 @@ MAX_DIMS = 4
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
 MIN_PAIR = 8 + 4 + 1  # bytes: an empty key, a type, one byte of value
 MIN_TENSOR = 8 + 4 + 8 + 4 + 8
-MAX_HEADER = 1 << 28  # bytes, of a file that is downloaded
-MAX_PARTS, MIN_STEP = 4096, 1 << 10  # files of a split model; bytes
+MAX_HEADER = 1 << 26  # bytes, of a file that is downloaded
+MIN_STEP, FIRST_STEP = 1 << 10, 1 << 18  # bytes of one
+MAX_PARTS = 4096  # files of a split model
 _ARRAY = 9  # the type of a value
 
 
@@ -102,26 +103,30 @@ def read_header(path: Path, available: int | None = None) -> Header:
 def header_end(path: Path, available: int) -> int:
     """How much of the beginning of `path` to have before the header can be read, when `available` bytes are there.
 
-    Up to `available`: the header is there, and ends here. Else a guess that is at most 1/2048 of the file too much,
-    and gets to the end in few steps. Errors as of `read_header`.
+    Up to `available`: the header is there, and ends here. Else a guess: half as much again, as each try reads from the
+    start, but too much by at most 1/400 of the file, 1/50 of the header or `MIN_STEP`. Errors as of `read_header`.
     """
     size = path.stat().st_size
     try:
         need = read_header(path, available).data_start
     except Incomplete as e:
-        need = max(e.need, available + max(MIN_STEP, size // 2048))
-    if min(size, need) > MAX_HEADER:
-        raise ModelFileError(f"{path}: its header goes on beyond byte {MAX_HEADER}, which is the limit")
+        if e.need > MAX_HEADER:
+            raise ModelFileError(f"{path}: its header goes on beyond byte {MAX_HEADER}, which is the limit") from None
+        step = max(MIN_STEP, available // 50, min(size // 400, max(FIRST_STEP, available // 2)))
+        need = max(e.need, min(available + step, MAX_HEADER))
     return min(size, need)
 
 
-def split_paths(path: Path, count: int) -> tuple[Path, ...]:
+def split_paths(path: Path, count: object) -> tuple[Path, ...]:
     """The files of a model that was split into `count`, of which `path` is the first: x-00001-of-0000N.gguf.
 
-    ModelFileError: it is not named so.
+    ModelFileError: it is not named so, or `count` (the header's split.count) is no number of parts.
     """
+    if type(count) is not int or not 2 <= count <= MAX_PARTS:
+        what = count if isinstance(count, int | float) else f"a {type(count).__name__}"
+        raise ModelFileError(f"{path}: its split.count is {what}; it must be a whole number from 2 to {MAX_PARTS}")
     match = re.fullmatch(r"(.+)-00001-of-([0-9]{5})\.gguf", path.name)
-    if match is None or int(match[2]) != count or not 1 <= count <= MAX_PARTS:
+    if match is None or int(match[2]) != count:
         raise ModelFileError(f"{path}: is one of {count} parts; give the first, named like x-00001-of-{count:05}.gguf")
     return tuple(path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
 
@@ -175,9 +180,8 @@ class _Reader:
 
     def need(self, n: int, what: str) -> None:
         if n > self.size - self.at:
-            raise self.bad(
-                f"truncated or damaged: {what} needs {n} bytes at {self.at}, and {self.size - self.at} are left"
-            )
+            left = self.size - self.at
+            raise self.bad(f"truncated or damaged: {what} needs {n} bytes at {self.at}, and {left} are left")
         if self.at + n > self.available:
             raise Incomplete(self.at + n)
 
@@ -280,16 +284,13 @@ class _Reader:
             raise Unsupported(f"{self.path}: tensor {name!r} has type {type_name}; supported: {supported}")
         dtype, group, group_bytes = TENSOR_TYPES[kind]
         if 0 in shape or shape[-1] % group:
-            raise self.bad(
-                f"tensor {name!r} of type {dtype} has shape {shape}: rows must be a positive multiple of {group}"
-            )
+            must = f"rows must be a positive multiple of {group}"
+            raise self.bad(f"tensor {name!r} of type {dtype} has shape {shape}: {must}")
         nbytes = prod(shape) // group * group_bytes
         if offset % alignment:
             raise self.bad(f"tensor {name!r} starts at {offset}, not a multiple of {alignment}")
-        if data_start + offset + nbytes > self.size:
-            raise self.bad(
-                f"truncated or damaged: tensor {name!r} ends at byte {data_start + offset + nbytes} of {self.size}"
-            )
+        if (end := data_start + offset + nbytes) > self.size:
+            raise self.bad(f"truncated or damaged: tensor {name!r} ends at byte {end} of {self.size}")
         return TensorInfo(name, dtype, shape, data_start + offset, nbytes)
 
     def check_overlap(self, tensors: tuple[TensorInfo, ...]) -> None:

@@ -15,13 +15,16 @@ from typing import Any, BinaryIO
 
 from pptasks.errors import ModelFileError, ModelNotFound, Unsupported
 
-MAX_HEADER = 100_000_000  # bytes; the format's own limit
-MAX_JSON = 64_000_000  # bytes of an index or a configuration
+MAX_HEADER = 32_000_000  # bytes; the format's own limit is 100 million
+MAX_JSON = 16_000_000  # bytes of an index or a configuration
 MAX_SHARDS = 4096
 MAX_DIMS = 8
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-ITEM_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES: Mapping[str, int] = {  # of the format's types; which of them are weights is for models.py
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class StoredTensor:
     file: Path
     offset: int  # from the start of the file, bytes
     nbytes: int
-    dtype: str  # "F32", "F16" or "BF16"
+    dtype: str  # a key of ITEM_BYTES, or GGUF's name
     shape: tuple[int, ...]
 
 
@@ -107,7 +110,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
     if len(files) > MAX_SHARDS:
         raise ModelFileError(f"{index}: names {len(files)} files; the limit is {MAX_SHARDS}")
     for file in files:
-        if not file.endswith(".safetensors") or "/" in file or "\\" in file or "\0" in file or file.startswith("."):
+        plain = file.isprintable() and not set("/\\") & set(file) and not file.startswith(".")
+        if not plain or not file.endswith(".safetensors"):
             raise ModelFileError(f"{index}: names {file!r}, which is no .safetensors file of this folder")
     return weight_map
 

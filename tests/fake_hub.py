@@ -34,7 +34,8 @@ LFS = (".safetensors", ".gguf", ".bin")
 class Fault:
     """What goes wrong with the next `times` requests whose path holds `match`."""
 
-    kind: str  # status, short, reset, stall, slow, ignore-range, shifted, etag, size, corrupt, redirect, sleep
+    # status, short, reset, stall, slow, ignore-range, shifted, etag, size, corrupt, redirect, sleep, gzip, long, page
+    kind: str
     match: str = ""
     times: int = 1
     status: int = 503
@@ -97,6 +98,8 @@ class FakeHub:
     ):
         self.repos = {name: Repo(folder) for name, folder in repos.items()}
         self.gated, self.private, self.tokens, self.lfs, self.sizes = gated, private, tokens, lfs, sizes
+        self.validator = "strong"  # of plain files: strong, weak, date, none
+        self.list_body = b""  # sent in place of every list
         self.log: list[Request] = []
         self.faults: list[Fault] = []
         self.stalled = threading.Event()  # set while a request stalls
@@ -202,7 +205,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self.resolve(hub, *match.groups())
         if match := re.fullmatch(r"/(lfs|plain)/([^/]+/[^/]+)/(.+)", path):
             data = hub.repos[match[2]].files.get(match[3])
-            return self.answer(404, b"") if data is None else self.send(hub, path, data, f'"{sha256(data)[:32]}"')
+            if data is None:
+                return self.answer(404, b"")
+            validator = hub.validator if match[1] == "plain" else "strong"
+            etag = {"strong": f'"{sha256(data)[:32]}"', "weak": f'W/"{sha256(data)[:32]}"'}.get(validator, "")
+            date = {"Last-Modified": sha256(data)[:8]} if validator == "date" else {}
+            return self.send(hub, path, data, etag, **date)
         return self.answer(404, b"")
 
     def repo(self, hub: FakeHub, name: str, revision: str, closed: frozenset[str] | set[str]) -> Repo | None:
@@ -221,7 +229,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def list(self, hub: FakeHub, name: str, revision: str) -> None:
         repo = self.repo(hub, name, revision, frozenset())  # the list of a gated repository is public
-        if repo is not None:
+        if repo is not None and hub.list_body:
+            self.answer(200, hub.list_body)
+        elif repo is not None:
             siblings = [self.sibling(hub, file, data) for file, data in repo.files.items()]
             body = {"id": name, "sha": repo.commit, "siblings": siblings}
             self.answer(200, json.dumps(body).encode(), **{"Content-Type": "application/json"})
@@ -255,7 +265,11 @@ class _Handler(BaseHTTPRequestHandler):
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if hub.fault(path, ("ignore-range",)) or self.headers.get("If-Range", etag) != etag:
             asked = None
-        headers |= {"ETag": etag, "Accept-Ranges": "bytes"}
+        headers |= {"Accept-Ranges": "bytes"} | ({"ETag": etag} if etag else {})
+        if hub.fault(path, ("gzip",)):
+            headers["Content-Encoding"] = "gzip"
+        if hub.fault(path, ("page",)):
+            headers["Content-Type"] = "text/html; charset=utf-8"
         if asked is None:
             return self.body(hub, path, 200, data, headers)
         begin, end = int(asked[1]), min(int(asked[2] or len(data)) + 1, len(data))
@@ -269,6 +283,8 @@ class _Handler(BaseHTTPRequestHandler):
     def body(self, hub: FakeHub, path: str, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         if hub.fault(path, ("corrupt",)):
             data = data[:-1] + bytes([data[-1] ^ 1])
+        if hub.fault(path, ("long",)):
+            data += bytes(len(data) + CHUNK)
         fault = hub.fault(path, ("short", "reset", "stall", "slow"))
         self.start(status, len(data), headers)
         if fault is None:

@@ -13,6 +13,7 @@ from pptasks.remote.hub import Patience, Remote, open_remote
 from pptasks.spec import HubFile, HubRepo, Url, parse
 from tests.fake_hub import FakeHub
 
+TIED, SHARDED = "golden/llama-tied", "golden/llama-untied-sharded-bf16"  # two repositories of the tests
 QUICK = Patience(total_s=1.0, first_s=0.01, most_s=0.05, connect_s=1.0, silence_s=0.5)
 WORDS = 3000  # a vocabulary whose header takes several steps to read
 
@@ -54,6 +55,11 @@ def open_it(server: FakeHub, spec: str, cache: Path, client: str = "", token: st
     assert isinstance(parsed, HubRepo | HubFile | Url)
     endpoint = server.url_of(client) if client else server.url
     return open_remote(parsed, cache, Hub(endpoint, token, cache.parent / "home"), quiet, QUICK)
+
+
+def spec_of(server: FakeHub, spec: str) -> str:
+    """ "url" stands for x.gguf on an ordinary web server."""
+    return server.plain("o/q", "x.gguf") if spec == "url" else spec
 
 
 def tensors_of(remote: Remote) -> list[TensorRef]:

@@ -8,11 +8,11 @@ tensors that a stage holds. Where they end up is an ordinary model folder or .gg
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,14 +22,16 @@ from pptasks.config import Hub
 from pptasks.errors import ModelFileError, ModelNotFound, Unsupported
 from pptasks.modelinfo import OnProgress, TensorRef
 from pptasks.remote.hubrepo import Repo, access_of, open_repo
-from pptasks.remote.jobs import at_once
+from pptasks.remote.jobs import Job, Meter, at_once
+from pptasks.remote.line import Line, Patience
 from pptasks.remote.ranges import Layout, SparseFile, fetch
-from pptasks.remote.webfile import Patience, WebFile, web_client
+from pptasks.remote.webfile import WebFile
 from pptasks.spec import HubFile, HubRepo, Url
 
 __all__ = ["Hub", "Patience", "Remote", "open_remote"]
 
 CONFIG = "config.json"
+QUIET_S = 1.0  # before which an opening that fetches nothing shows nothing
 GGUF = Layout(gguf.header_end, lambda path: (t.offset for t in gguf.read_header(path).tensors))
 SAFETENSORS = Layout(stfile.header_end, lambda path: (t.offset for t in stfile.read_header(path).values()))
 TEXT_FILES: Mapping[str, int] = {  # and the most bytes that we take
@@ -62,8 +64,8 @@ class Remote:
             file = self._files[ref.file]
             if file is not None:
                 wanted.setdefault(file, []).append((ref.offset, ref.offset + ref.nbytes))
-        with web_client(self._patience) as client:
-            fetch(wanted, client, on_progress)
+        with Line(self._patience) as line:
+            fetch(wanted, line, on_progress)
 
     def fetch_text(self, on_progress: OnProgress) -> None:
         """Make the tokenizer's files present, those that the repository has. Raises as `fetch`."""
@@ -71,12 +73,9 @@ class Remote:
             return
         names = [name for name in TEXT_FILES if name in self._repo.files]
         total = sum(max(0, self._repo.files[name].size) for name in names)
-        done = 0
-        with web_client(self._patience) as client:
-            for name in names:
-                on_progress("download", done, total)
-                done += self._repo.whole(client, name, TEXT_FILES[name]).stat().st_size
-        on_progress("download", done, total)
+        with Line(self._patience) as line:
+            jobs = [partial(_whole, self._repo, line, name) for name in names]
+            at_once(jobs, lambda done: on_progress("download", done, total), line.stop)
 
 
 def open_remote(
@@ -90,14 +89,20 @@ def open_remote(
     header that is none. NeedsToken: a licence to accept, or a token to give. DownloadError: network, server, disk.
     """
     patience = patience or Patience()
-    with web_client(patience) as client:
-        opening = _Opening(client, lambda done: on_progress("download", done, done) if done else None)
+    started = time.monotonic()
+
+    def report(done: int) -> None:
+        if done or time.monotonic() > started + QUIET_S:
+            on_progress("download", done, done)
+
+    with Line(patience) as line:
+        opening = _Opening(line, report)
         if isinstance(spec, Url):
             return _open_url(spec, cache, hub, patience, opening)
         repo = open_repo(spec.repo, spec.revision, cache, hub, patience)
         pinned = str(replace(spec, revision=repo.commit))
         if isinstance(spec, HubFile):
-            files = opening.gguf(spec.file, partial(_in_repo, repo, client))
+            files = opening.gguf(spec.file, partial(_in_repo, repo, line))
             return Remote(repo.folder / spec.file, pinned, files, patience)
         return Remote(repo.folder, pinned, _open_folder(repo, opening), patience, repo)
 
@@ -110,39 +115,46 @@ Place = Callable[[str], tuple[Path, SparseFile | None]]  # of a file, by its nam
 class _Opening:
     """Fetches the headers of files, a few at once."""
 
-    client: httpx.Client
+    line: Line
     report: Callable[[int], None]
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        at_once(jobs, self.report, self.line.stop)
 
     def files(self, names: Iterable[str], place: Place, layout: Layout) -> Files:
         files = dict(map(place, names))
-        at_once([partial(file.open, self.client, layout) for file in files.values() if file is not None], self.report)
+        self.run(partial(file.open, self.line, layout) for file in files.values() if file is not None)
         return files
 
     def gguf(self, name: str, place: Place) -> Files:
         """A GGUF file; all parts of it, if it is the first of several."""
         files = self.files([name], place, GGUF)
         count = gguf.read_header(next(iter(files))).metadata.get("split.count", 1)
-        if isinstance(count, int) and count > 1:
+        if count not in (0, 1):
             parts = gguf.split_paths(Path(name), count)[1:]
             files |= self.files([part.as_posix() for part in parts], place, GGUF)
         return files
 
 
-def _in_repo(repo: Repo, client: httpx.Client, file: str) -> tuple[Path, SparseFile | None]:
+def _in_repo(repo: Repo, line: Line, file: str) -> tuple[Path, SparseFile | None]:
     path = repo.folder / file
-    return path, None if repo.link(file) else SparseFile(path, repo.web(client, file), repo.files[file].digest)
+    return path, None if repo.link(file) else SparseFile(path, repo.web(line, file), repo.files[file].digest)
+
+
+def _whole(repo: Repo, line: Line, file: str, meter: Meter) -> None:
+    repo.whole(line, file, TEXT_FILES.get(file, stfile.MAX_JSON), meter)
 
 
 def _open_folder(repo: Repo, opening: _Opening) -> Files:
     if stfile.SINGLE in repo.files:
         shards = [stfile.SINGLE]
     elif stfile.INDEX in repo.files:
-        index = repo.whole(opening.client, stfile.INDEX, stfile.MAX_JSON)
-        shards = sorted(set(stfile.read_weight_map(index).values()))
+        opening.run([partial(_whole, repo, opening.line, stfile.INDEX)])
+        shards = sorted(set(stfile.read_weight_map(repo.folder / stfile.INDEX).values()))
     else:
         raise _no_safetensors(repo)
-    repo.whole(opening.client, CONFIG, stfile.MAX_JSON)
-    return opening.files(shards, partial(_in_repo, repo, opening.client), SAFETENSORS)
+    opening.run([partial(_whole, repo, opening.line, CONFIG)])
+    return opening.files(shards, partial(_in_repo, repo, opening.line), SAFETENSORS)
 
 
 def _no_safetensors(repo: Repo) -> Unsupported | ModelNotFound:
@@ -165,11 +177,11 @@ def _open_url(spec: Url, cache: Path, hub: Hub, patience: Patience, opening: _Op
     def place(file: str) -> tuple[Path, SparseFile]:
         parts = urlsplit(spec.url)
         url = parts._replace(path=parts.path.removesuffix(spec.file) + file).geturl()
-        web = WebFile(url, Url(url).shown, 0, access, patience, remedy)
-        size, etag, modified = web.probe(opening.client, Event())
+        web = WebFile(url, Url(url).shown, 0, access, remedy)
+        size, etag, modified = web.probe(opening.line)
         versions.append(_short(f"{size} {etag or modified or parts.query}"))
         path = home / versions[0] / file
-        return path, SparseFile(path, replace(web, size=size, etag=etag if etag.startswith('"') else ""), "")
+        return path, SparseFile(path, replace(web, size=size, etag=etag, modified=modified), "")
 
     versions: list[str] = []  # of the parts; the first one's names the folder of all
     files = opening.gguf(spec.file, place)

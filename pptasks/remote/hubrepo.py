@@ -5,7 +5,7 @@
 
 The list of a commit never changes, so with a commit as revision it is asked for once. A branch is asked for each time;
 when the Hub cannot be reached, what it was last time is taken, with a warning. A file that huggingface_hub's own cache
-holds whole at that commit is linked to and not downloaded.
+holds whole at that commit is linked to and not downloaded. It is hashed before, and `<file>.linked` says what it was.
 """
 
 import json
@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 from urllib.parse import quote
 
@@ -25,12 +24,15 @@ import httpx
 from pptasks import stfile
 from pptasks.config import Hub
 from pptasks.errors import DownloadError, ModelError, ModelNotFound, NeedsToken
+from pptasks.remote.jobs import Meter
 from pptasks.remote.journal import replacing
+from pptasks.remote.line import Access, Line, Patience, Transient, Tries
 from pptasks.remote.ranges import CHUNK, start_digest, storing
-from pptasks.remote.webfile import MAX_FILE, Access, Patience, Transient, Tries, WebFile, retry_after
+from pptasks.remote.webfile import MAX_FILE, WebFile
 
 LIST_PATIENCE_S = 5.0  # when there is a list from last time
 MAX_FILES = 1 << 16
+MAX_LIST = 32_000_000  # bytes
 
 log = logging.getLogger(__name__)
 
@@ -49,36 +51,39 @@ class Repo:
     folder: Path
     access: Access
     home: Path  # of huggingface_hub
-    patience: Patience
 
     def listed(self, file: str) -> Listed:
         if file not in self.files:
             raise ModelNotFound(f"{self.name} has no file {file!r} at commit {self.commit[:8]}")
         return self.files[file]
 
-    def web(self, client: httpx.Client, file: str) -> WebFile:
+    def web(self, line: Line, file: str) -> WebFile:
         from huggingface_hub import hf_hub_url
 
         listed = self.listed(file)
         url = hf_hub_url(self.name, file, revision=self.commit, endpoint=self.access.endpoint)
         name, remedy = f"{self.name}@{self.commit}/{file}", _remedy(self.name, self.access)
-        web = WebFile(url, name, listed.size, self.access, self.patience, remedy)
-        return web if listed.size >= 0 else replace(web, size=web.probe(client, Event())[0])
+        web = WebFile(url, name, listed.size, self.access, remedy)
+        return web if listed.size >= 0 else replace(web, size=web.probe(line)[0])
 
-    def whole(self, client: httpx.Client, file: str, limit: int) -> Path:
+    def whole(self, line: Line, file: str, limit: int, meter: Meter) -> Path:
         """A file of at most `limit` bytes in our folder, all of it, its digest checked. Raises as `WebFile.read`."""
         listed, path = self.listed(file), self.folder / file
         self.link(file)
         if listed.digest and _is(path, listed):
+            meter.add(path.stat().st_size)
             return path
-        web = self.web(client, file)
+        web = self.web(line, file)
         if web.size > limit:
             raise DownloadError(f"{web.name}: {web.size} bytes; the limit is {limit}")
         digest, told = start_digest(listed.digest, web.size)
+        with storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         with storing(path, web.size), replacing(path) as new, new.open("wb") as f:
-            for piece in web.read(client, 0, web.size, Event()):
+            for piece in web.read(line, 0, web.size):
                 digest.update(piece)
                 f.write(piece)
+                meter.add(len(piece))
             if told and digest.hexdigest() != told:
                 raise DownloadError(f"{web.name}: is not what the server's digest says; start again")
         return path
@@ -86,18 +91,21 @@ class Repo:
     def link(self, file: str) -> bool:
         """Whether our file is a link to a whole one in huggingface_hub's cache; made now where ours is missing.
 
-        A link to a file that is gone, or has another size than the Hub says, is removed.
+        A link to a file that is gone, or is not what the Hub says, is removed.
         """
         from huggingface_hub import try_to_load_from_cache
 
         listed, path = self.listed(file), self.folder / file
         with storing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_symlink() and not _has_size(path, listed):
+            if path.is_symlink() and not _is_known(path, path, listed):
                 path.unlink()
             if not os.path.lexists(path):
                 found = try_to_load_from_cache(self.name, file, cache_dir=self.home / "hub", revision=self.commit)
                 if isinstance(found, str) and _has_size(Path(found), listed):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if not _is_known(Path(found), path, listed):
+                        log.warning("%s: is not what the Hub says that it is; not used", found)
+                        return False
                     with suppress(FileExistsError):  # another process was faster
                         path.symlink_to(Path(found).resolve())
             return path.is_symlink()
@@ -112,22 +120,26 @@ def open_repo(name: str, revision: str, cache: Path, hub: Hub, patience: Patienc
     home, access = home_of(hub), access_of(hub)
     folder = cache / "models" / "hub" / name.replace("/", "--")
     kept = folder / f"{quote(revision, safe='')}.json"
-    last = _kept(kept)
+    last = before = _kept(kept)
     if last is None or last[0] != revision:
+        if last is not None:
+            wait = min(LIST_PATIENCE_S, patience.total_s)
+            patience = replace(patience, total_s=wait, silence_s=min(wait, patience.silence_s), connect_s=wait)
         try:
-            short = replace(patience, total_s=min(LIST_PATIENCE_S, patience.total_s))
-            last = _ask(name, revision, access, patience if last is None else short)
-            with storing(kept):
-                _keep(kept, *last)
-                _keep(kept.with_name(f"{last[0]}.json"), *last)
+            with Line(patience) as line:
+                last = _ask(line, name, revision, access)
         except (NeedsToken, ModelNotFound):
             raise
         except DownloadError as e:
             if last is None:
                 raise
             log.warning("%s; taking %s as it was last time, commit %s", e, name, last[0][:8])
+        if last != before:
+            with storing(kept):
+                _keep(kept, *last)
+                _keep(kept.with_name(f"{last[0]}.json"), *last)
     commit, files = last
-    return Repo(name, commit, files, folder / commit, access, home, patience)
+    return Repo(name, commit, files, folder / commit, access, home)
 
 
 def home_of(hub: Hub) -> Path:
@@ -139,7 +151,7 @@ def home_of(hub: Hub) -> Path:
 
 def access_of(hub: Hub) -> Access:
     """With the token that was given, else the one that `hf auth login` left, else none."""
-    token = hub.token
+    token = hub.token.strip()
     if not token:
         with suppress(OSError, UnicodeDecodeError):
             token = (home_of(hub) / "token").read_text().strip()
@@ -151,45 +163,56 @@ def _remedy(name: str, access: Access) -> str:
     return f"{licence}, and set HF_TOKEN to {'another' if access.token else 'a'} token that may read it"
 
 
-def _ask(name: str, revision: str, access: Access, patience: Patience) -> tuple[str, dict[str, Listed]]:
-    """(commit, its files) as the Hub says."""
-    import httpx2  # what huggingface_hub speaks HTTP with
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
+def _ask(line: Line, name: str, revision: str, access: Access) -> tuple[str, dict[str, Listed]]:
+    """(commit, its files) as the Hub says: https://huggingface.co/docs/hub/api, /api/models/{repo}/revision/{rev}."""
+    from huggingface_hub import constants
 
-    token = access.token if access.headers(httpx.URL(access.endpoint)) else False
-    api = HfApi(endpoint=access.endpoint, token=token, library_name="pptasks")
-    tries = Tries(name, patience, Event())
+    if constants.is_offline_mode():
+        raise DownloadError(f"{name}: huggingface_hub is set to be offline; unset HF_HUB_OFFLINE")
+    url = httpx.URL(f"{access.endpoint}/api/models/{name}/revision/{quote(revision, safe='')}?blobs=true")
+    tries = Tries(line, name)
     while True:
         try:
-            info = api.model_info(name, revision=revision, files_metadata=True, timeout=patience.silence_s)
-            return _checked(info)
-        except OfflineModeIsEnabled:
-            raise DownloadError(f"{name}: huggingface_hub is set to be offline; unset HF_HUB_OFFLINE") from None
-        except RevisionNotFoundError:
-            raise ModelNotFound(f"{name} has no revision {revision!r}") from None
-        except HfHubHTTPError as e:
-            status = e.response.status_code
-            if isinstance(e, GatedRepoError) or status in (401, 403):
-                raise NeedsToken(
-                    f"{name}: is gated, private, or not there ({status}); {_remedy(name, access)}"
-                ) from None
-            if status == 404:
-                raise ModelNotFound(f"no repository {name} at {access.endpoint}, and no such folder here") from None
-            if status not in (408, 425, 429) and status < 500:
-                raise DownloadError(f"{name}: {access.endpoint} answers with status {status}") from None
-            tries.again(Transient(f"{access.endpoint} answers with status {status}", retry_after(e.response.headers)))
-        except httpx2.HTTPError as e:
-            tries.again(Transient(f"{access.endpoint} cannot be reached: {e or type(e).__name__}"))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            with line.get(url, name, {}, access) as response:
+                _check_status(response, name, revision, access)
+                return _parsed(_body(response))
+        except (Transient, httpx.TransportError) as e:
+            tries.again(e)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DownloadError(f"{name}: {access.endpoint} answers with what is no list of a repository") from None
 
 
-def _checked(info: Any) -> tuple[str, dict[str, Listed]]:
-    """The commit and the files of huggingface_hub's ModelInfo, each part checked: they name files on our disk."""
-    files = {s.rfilename: Listed(s.size, f"sha256:{s.lfs.sha256}" if s.lfs else f"git-sha1:{s.blob_id}")
-             for s in (info.siblings or [])[:MAX_FILES]}  # fmt: skip
-    return _valid(info.sha, {file: asdict(listed) for file, listed in files.items()})
+def _check_status(response: httpx.Response, name: str, revision: str, access: Access) -> None:
+    status, code = response.status_code, response.headers.get("X-Error-Code", "")
+    if code == "RevisionNotFound":
+        raise ModelNotFound(f"{name} has no revision {revision!r}")
+    if status in (401, 403) or code == "GatedRepo":
+        raise NeedsToken(f"{name}: is gated, private, or not there ({status}); {_remedy(name, access)}")
+    if status == 404:
+        raise ModelNotFound(f"no repository {name} at {access.endpoint}, and no such folder here")
+    if status != 200:
+        raise DownloadError(f"{name}: {access.endpoint} answers with status {status}")
+
+
+def _body(response: httpx.Response) -> bytes:
+    """ValueError: it is longer than a list may be."""
+    body = bytearray()
+    for piece in response.iter_raw():
+        body += piece
+        if len(body) > MAX_LIST:
+            raise ValueError("too long")
+    return bytes(body)
+
+
+def _parsed(body: bytes) -> tuple[str, dict[str, Listed]]:
+    """The commit and the files of the Hub's answer, each part checked: they name files on our disk."""
+    info = json.loads(body)
+    files: dict[str, Any] = {}
+    for s in info["siblings"][:MAX_FILES]:
+        lfs = s.get("lfs")
+        digest = f"sha256:{lfs['sha256']}" if lfs else f"git-sha1:{s.get('blobId')}"
+        files[s["rfilename"]] = {"size": s.get("size"), "digest": digest}
+    return _valid(info["sha"], files)
 
 
 def _valid(commit: Any, files: Mapping[str, Any]) -> tuple[str, dict[str, Listed]]:
@@ -233,3 +256,23 @@ def _is(path: Path, listed: Listed) -> bool:
         while data := f.read(CHUNK):
             digest.update(data)
     return digest.hexdigest() == told
+
+
+def _is_known(path: Path, ours: Path, listed: Listed) -> bool:
+    """As `_is`, but what was right once is not hashed again while its size and date stay (`ours`.linked)."""
+    if not listed.digest:
+        return _has_size(path, listed)
+    try:
+        stat = path.stat()
+    except OSError:
+        return False
+    record = ours.with_name(f"{ours.name}.linked")
+    seen = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "digest": listed.digest}
+    with suppress(ModelError):
+        if stfile.read_json(record) == seen:
+            return True
+    if not _is(path, listed):
+        return False
+    with suppress(OSError), replacing(record) as new:  # a cache that cannot be written: hashed each time
+        new.write_text(json.dumps(seen))
+    return True

@@ -29,10 +29,11 @@ class Meter:
 Job = Callable[[Meter], None]
 
 
-def at_once(jobs: Iterable[Job], report: Callable[[int], None] = lambda done: None) -> None:
+def at_once(jobs: Iterable[Job], report: Callable[[int], None], stop: Callable[[], None] = lambda: None) -> None:
     """Run the jobs, and report the bytes done meanwhile, from this thread.
 
-    The first error ends the others and is raised; so does an exception from `report`, an interrupt among them.
+    The first error ends the others and is raised; so does an exception from `report`, an interrupt among them. `stop`
+    is called then: it wakes jobs that wait for something.
     """
     meter = Meter()
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch") as pool:
@@ -45,5 +46,6 @@ def at_once(jobs: Iterable[Job], report: Callable[[int], None] = lambda done: No
                     future.result()
         except BaseException:
             meter.stopped.set()
+            stop()
             pool.shutdown(cancel_futures=True)
             raise

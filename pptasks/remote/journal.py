@@ -53,7 +53,10 @@ class Journal:
             new.write_text(json.dumps(asdict(identity)))
 
     def read(self, identity: Identity) -> dict[Span, str] | None:
-        """The sha256 of each recorded range, the last record counts; None: there is no journal, or another file's."""
+        """The sha256 of each recorded range, the last record counts; None: there is no journal, or another file's.
+
+        Ranges that no file of this size has are left out.
+        """
         lines = self._lines()
         if not lines or lines[0] != asdict(identity):
             return None
@@ -61,6 +64,7 @@ class Journal:
             (line["begin"], line["end"]): line["sha256"]
             for line in lines[1:]
             if {type(line.get(key)) for key in ("begin", "end")} == {int} and isinstance(line.get("sha256"), str)
+            if 0 <= line["begin"] < line["end"] <= identity.size
         }
 
     def is_verified(self) -> bool:

@@ -2,7 +2,7 @@
 
 Holes read as zeros and take no space, so every reader of a whole file works on it, as long as it keeps to what it asked
 for. The file is cut into units on a grid that its header alone decides: the header, then each tensor up to where the
-next begins, in pieces of at most 8 MiB. The grid is the same for every span of blocks, so stages of one machine share
+next begins, in pieces of at most 2 MiB. The grid is the same for every span of blocks, so stages of one machine share
 what they have in common, and whether a tensor is here has one answer. `journal.py` remembers the units and keeps two
 fetchers from one unit.
 
@@ -25,14 +25,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-import httpx
-
 from pptasks.errors import DownloadError
 from pptasks.remote.jobs import Job, Meter, at_once
 from pptasks.remote.journal import WHOLE, Identity, Journal, Span, locked
+from pptasks.remote.line import Line
 from pptasks.remote.webfile import WebFile
 
-UNIT = 8 << 20  # bytes at most
+UNIT = 2 << 20  # bytes at most: what a thread that is interrupted loses; one that is killed may lose two
 REQUEST = 32 << 20  # bytes of adjacent units that one request asks for, at most
 CHUNK = 1 << 20
 
@@ -78,26 +77,22 @@ class SparseFile:
 
     def __init__(self, path: Path, web: WebFile, digest: str):
         self.path, self.web = path, web
-        self.identity = Identity(web.name, web.size, web.etag, digest)
+        self.identity = Identity(web.name, web.size, web.strong_etag, digest)
         self.units: tuple[Span, ...] = ()
         self._journal = Journal(path)
         self.checked: set[Span] = set()  # units whose bytes this process has seen to be right
 
-    def open(self, client: httpx.Client, layout: Layout, meter: Meter) -> None:
+    def open(self, line: Line, layout: Layout, meter: Meter) -> None:
         """Have the file with its full size, its header in it, and the grid.
 
         Raises what `layout` raises, what `WebFile.read` raises, and DownloadError when it cannot be stored.
         """
         with storing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with locked(self.path, (WHOLE, WHOLE + 1), meter.stopped):
-                records = self._journal.read(self.identity)
-                if records is None or not self._has_full_size():
-                    records = {}
-                    self._create()
-                header = next((unit for unit in records if unit[0] == 0), None)
-                if header is None or not self._is_right(header, records[header], Meter()):
-                    header = self._fetch_header(client, layout, meter)
+            header = self._header_here()
+            if header is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with locked(self.path, (WHOLE, WHOLE + 1), meter.stopped):
+                    header = self._header_here() or self._fetch_header(line, layout, meter)
         self.checked.add(header)
         self.units = grid(header[1], layout.starts(self.path), self.web.size)
 
@@ -123,14 +118,14 @@ class SparseFile:
         else:
             log.warning("%s: bytes %d to %d were damaged on this disk; fetching them again", self.path, *unit)
 
-    def download(self, run: Sequence[Span], client: httpx.Client, meter: Meter) -> None:
+    def download(self, run: Sequence[Span], line: Line, meter: Meter) -> None:
         """Fetch these adjacent units, but for those that another process has brought while we waited for the lock."""
         with locked(self.path, (run[0][0], run[-1][1]), meter.stopped):
             records = self.recorded()
             missing = [u for u in run if u not in records or not self._is_right(u, records[u], Meter())]
             meter.add(nbytes(run) - nbytes(missing))
             for part in coalesce(missing):
-                self._store(part, client, meter)
+                self._store(part, line, meter)
         self.checked.update(run)
 
     def is_unverified(self) -> bool:
@@ -150,6 +145,12 @@ class SparseFile:
                 raise DownloadError(f"{self.web.name}: is not what the server's digest says; start again")
             self._journal.append({"verified": True})
 
+    def _header_here(self) -> Span | None:
+        """The header's unit, if it is here. Only reads: a cache that is complete need not be writable."""
+        records = self._journal.read(self.identity) if self._has_full_size() else None
+        header = next((unit for unit in records or () if unit[0] == 0), None)
+        return header if records and header and self._is_right(header, records[header], Meter()) else None
+
     def _has_full_size(self) -> bool:
         try:
             return self.path.stat().st_size == self.web.size
@@ -163,24 +164,26 @@ class SparseFile:
             f.truncate(self.web.size)
         self._journal.create(self.identity)
 
-    def _fetch_header(self, client: httpx.Client, layout: Layout, meter: Meter) -> Span:
+    def _fetch_header(self, line: Line, layout: Layout, meter: Meter) -> Span:
+        if not self._has_full_size() or self._journal.read(self.identity) is None:
+            self._create()
         have = 0
         with self.path.open("r+b", buffering=0) as f:
             while (need := layout.header_end(self.path, have)) > have:
-                for piece in self.web.read(client, have, need, meter.stopped):
+                for piece in self.web.read(line, have, need):
                     have += _write(f.fileno(), piece, have)
                     meter.add(len(piece))
             header = (0, need)
             self._record(f.fileno(), [(header, self._hash(header, hashlib.sha256(), Meter()))])
         return header
 
-    def _store(self, units: Sequence[Span], client: httpx.Client, meter: Meter) -> None:
+    def _store(self, units: Sequence[Span], line: Line, meter: Meter) -> None:
         """Fetch adjacent units with one request. Those that are complete are recorded, also when the rest fails."""
         at, left, digest = units[0][0], deque(units), hashlib.sha256()
         complete: list[tuple[Span, str]] = []
         with self.path.open("r+b", buffering=0) as f:
             try:
-                for piece in self.web.read(client, at, units[-1][1], meter.stopped):
+                for piece in self.web.read(line, at, units[-1][1]):
                     view = memoryview(piece)
                     while view:
                         part = view[: left[0][1] - at]
@@ -217,7 +220,7 @@ class SparseFile:
         return digest.hexdigest()
 
 
-def fetch(wanted: Mapping[SparseFile, Iterable[Span]], client: httpx.Client, on_progress: OnProgress) -> None:
+def fetch(wanted: Mapping[SparseFile, Iterable[Span]], line: Line, on_progress: OnProgress) -> None:
     """Have these ranges of these files, which lie in one folder, on the disk, each unit checked once by this process.
 
     Raises what `WebFile.read` raises, and DownloadError: no space, or a whole that is not what the server told.
@@ -228,7 +231,7 @@ def fetch(wanted: Mapping[SparseFile, Iterable[Span]], client: httpx.Client, on_
     with storing(next(iter(todo)).path):
         _check(todo, on_progress)
         missing = {file: [unit for unit in units if unit not in file.checked] for file, units in todo.items()}
-        _download(missing, client, on_progress)
+        _download(missing, line, on_progress)
         whole = [file for file in todo if file.is_unverified()]
         _run("check", [file.verify for file in whole], sum(file.web.size for file in whole), on_progress)
 
@@ -244,12 +247,12 @@ def _check(todo: Mapping[SparseFile, Sequence[Span]], on_progress: OnProgress) -
     _run("check", jobs, total, on_progress)
 
 
-def _download(missing: Mapping[SparseFile, Sequence[Span]], client: httpx.Client, on_progress: OnProgress) -> None:
+def _download(missing: Mapping[SparseFile, Sequence[Span]], line: Line, on_progress: OnProgress) -> None:
     need = sum(map(nbytes, missing.values()))
     if need:
         with storing(next(iter(missing)).path, need):
-            jobs = [partial(file.download, run, client) for file, units in missing.items() for run in coalesce(units)]
-            _run("download", jobs, need, on_progress)
+            jobs = [partial(file.download, run, line) for file, units in missing.items() for run in coalesce(units)]
+            at_once(jobs, lambda done: on_progress("download", done, need), line.stop)
 
 
 def _run(phase: str, jobs: Sequence[Job], total: int, on_progress: OnProgress) -> None:
@@ -287,5 +290,7 @@ def storing(path: Path, need: int = 0) -> Iterator[None]:
         reason = e.strerror or str(e)
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             needed = f", and {-(-need >> 20)} MiB were needed" if need else ""
-            reason += f"{needed}; free some space or choose another cache folder"
+            reason += f"{needed}; free some space or choose another cache folder (PP_CACHE)"
+        elif e.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise DownloadError(f"{path.parent} cannot be written: {reason}; set PP_CACHE to another folder") from e
         raise DownloadError(f"{path.name} cannot be stored in {path.parent}: {reason}") from e

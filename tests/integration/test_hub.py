@@ -13,32 +13,9 @@ from pptasks.config import Hub
 from pptasks.errors import DownloadError, ModelError, ModelFileError, ModelNotFound, NeedsToken, Unsupported
 from pptasks.models import open_model
 from tests.fake_hub import FakeHub, Fault
-from tests.remote import assert_here, header_bytes, is_here, nbytes, open_it, quiet, tensors_of, write_repo
+from tests.remote import SHARDED, TIED, assert_here, header_bytes, is_here, nbytes, open_it, quiet, spec_of, tensors_of
 
-TIED, SHARDED = "golden/llama-tied", "golden/llama-untied-sharded-bf16"
 SPECS = [TIED, SHARDED, "hf:o/q/x.gguf", "hf:o/q/parts/x-00001-of-00003.gguf", "url"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_repo(tmp_path_factory.mktemp("repo"))
-
-
-@pytest.fixture
-def server(goldens: Path, folder: Path) -> Iterator[FakeHub]:
-    with FakeHub(
-        {TIED: goldens / "llama-tied", SHARDED: goldens / "llama-untied-sharded-bf16", "o/q": folder}
-    ) as server:
-        yield server
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-def spec_of(server: FakeHub, spec: str) -> str:
-    return server.plain("o/q", "x.gguf") if spec == "url" else spec
 
 
 # --- What is fetched --------------------------------------------------------------------------------------------------
@@ -51,7 +28,7 @@ def test_a_stage_fetches_its_tensors_and_the_headers(server: FakeHub, cache: Pat
     opened = server.sent(".safetensors") + server.sent(".gguf")
     headers = header_bytes(refs)
     total = nbytes(refs)
-    assert headers <= opened <= headers + 1024 + total // 1024
+    assert headers <= opened <= headers + 1024 * len({ref.file for ref in refs}) + total // 380
     mine = [ref for i, ref in enumerate(refs) if i % 3 == 1]
     remote.fetch(mine, quiet)
     assert_here(server, mine)
@@ -167,6 +144,44 @@ def test_the_cache_of_huggingface_hub_is_used(server: FakeHub, cache: Path, gold
     assert_here(server, tensors_of(remote))
 
 
+@pytest.mark.parametrize("where", ["its cache", "ours"])
+def test_a_link_to_what_the_hub_does_not_hold_is_not_used(
+    server: FakeHub, cache: Path, goldens: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit = server.repos[TIED].commit
+    folder = cache.parent / "home" / "hub" / "models--golden--llama-tied" / "snapshots" / commit
+    if where == "ours":
+        folder = cache.parent / "planted"
+    shutil.copytree(goldens / "llama-tied", folder)
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    if where == "ours":
+        ours = cache / "models" / "hub" / "golden--llama-tied" / commit / "model.safetensors"
+        ours.parent.mkdir(parents=True)
+        ours.symlink_to(folder / "model.safetensors")
+    remote = open_it(server, TIED, cache)
+    remote.fetch(tensors_of(remote), quiet)
+    assert_here(server, tensors_of(remote))
+    assert not (remote.path / "model.safetensors").is_symlink()
+    assert (where == "ours") or "is not what the Hub says" in caplog.text
+
+
+def test_a_link_whose_file_changes_is_hashed_again(server: FakeHub, cache: Path, goldens: Path) -> None:
+    commit = server.repos[TIED].commit
+    snapshot = cache.parent / "home" / "hub" / "models--golden--llama-tied" / "snapshots" / commit
+    shutil.copytree(goldens / "llama-tied", snapshot)
+    assert (open_it(server, TIED, cache).path / "model.safetensors").is_symlink()
+    with (snapshot / "model.safetensors").open("r+b") as f:
+        f.write(b"?")
+    assert not (open_it(server, TIED, cache).path / "model.safetensors").is_symlink()
+
+
+def test_white_space_around_the_token(server: FakeHub, cache: Path) -> None:
+    open_it(server, TIED, cache, token=f" {TOKEN}\n")
+    assert server.log[0].authorization == f"Bearer {TOKEN}"
+
+
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +211,8 @@ def test_a_part_that_is_not_the_first(server: FakeHub, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["../x.safetensors", "/etc/x.safetensors", "..", "a/b.safetensors", "a\\b.safetensors"]
+    "file",
+    ["../x.safetensors", "/etc/x.safetensors", "..", "a/b.safetensors", "a\\b.safetensors", "\x1b[2J.safetensors"],
 )
 def test_an_index_that_climbs_out(goldens: Path, tmp_path: Path, cache: Path, file: str) -> None:
     evil = tmp_path / "evil"
@@ -204,9 +220,10 @@ def test_an_index_that_climbs_out(goldens: Path, tmp_path: Path, cache: Path, fi
     (evil / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": file}}))
     with (
         FakeHub({"o/evil": evil}) as server,
-        pytest.raises(ModelFileError, match=r"which is no \.safetensors file"),
+        pytest.raises(ModelFileError, match=r"which is no \.safetensors file") as caught,
     ):
         open_it(server, "o/evil", cache)
+    assert str(caught.value).isprintable()
 
 
 def test_a_header_that_claims_more_than_there_is(tmp_path: Path, cache: Path) -> None:

@@ -87,3 +87,21 @@ def test_a_header_is_complete_after_few_steps(whole: Path) -> None:
     assert need == end
     assert have < end + gguf.MIN_STEP
     assert steps < 16
+
+
+def test_a_long_header_of_a_large_file_takes_few_steps(tmp_path: Path) -> None:
+    path, size = tmp_path / "x.gguf", 1 << 30
+    w = gguf_writer.GGUFWriter(path, "llama")
+    for name in ("tokens", "merges"):
+        w.add_array(f"tokenizer.ggml.{name}", [f"{i:020}" for i in range(150_000)])
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.close()
+    end = path.stat().st_size
+    with path.open("r+b") as f:
+        f.truncate(size)  # sparse: what is read of it is all there, how much that is counts
+    have, steps = 0, 0
+    while (need := gguf.header_end(path, have)) > have:
+        have, steps = need, steps + 1
+    assert end <= have < end + size // 400
+    assert steps < 12

@@ -8,7 +8,7 @@ import gguf as reference
 import pytest
 
 from pptasks.errors import ModelFileError, Unsupported
-from pptasks.gguf import OTHER_TENSOR_TYPES, TENSOR_TYPES, Array, read_header
+from pptasks.gguf import OTHER_TENSOR_TYPES, TENSOR_TYPES, Array, read_header, split_paths
 
 F32, Q4_1 = 0, 3
 U32, STRING, ARRAY = 4, 8, 9
@@ -170,3 +170,22 @@ def test_a_file_that_changed_is_noticed(path: Path) -> None:
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot be read"):
         read_header(tmp_path)
+
+
+@pytest.mark.parametrize("count", [2.0, float("nan"), -1, 0, 1, 4097, 1 << 63, True, "2", Array(Path("x"), 4, 2, 0, 8)])
+def test_a_count_of_parts_that_is_none(count: object) -> None:
+    with pytest.raises(
+        ModelFileError, match=r"x-00001-of-00002\.gguf: its split\.count is .* from 2 to 4096"
+    ) as caught:
+        split_paths(Path("x-00001-of-00002.gguf"), count)
+    assert len(str(caught.value)) < 200
+
+
+def test_the_parts_are_named_after_the_first() -> None:
+    assert [p.name for p in split_paths(Path("x-00001-of-00002.gguf"), 2)] == [
+        "x-00001-of-00002.gguf",
+        "x-00002-of-00002.gguf",
+    ]
+    for name in ("x.gguf", "x-00002-of-00002.gguf", "x-00001-of-00003.gguf"):
+        with pytest.raises(ModelFileError, match="give the first"):
+            split_paths(Path(name), 2)

@@ -1,7 +1,7 @@
 """How we speak to servers: who sees the token, where redirects may lead, how long we wait."""
 
 import email.utils
-import threading
+import socket
 import time
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from pptasks.errors import ConfigError, DownloadError, NeedsToken
-from pptasks.remote.webfile import Access, Patience, Transient, Tries, WebFile, retry_after
+from pptasks.remote.line import Access, Line, Patience, Transient, Tries, redirected, retry_after
+from pptasks.remote.webfile import WebFile
 
 ACCESS = Access("https://hub.example", "hf_secret")
 
@@ -58,25 +59,62 @@ def test_a_malformed_endpoint_is_not_repeated(endpoint: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.fixture
-def file() -> WebFile:
-    return WebFile("https://hub.example/x", "x", 10, ACCESS, Patience(), "")
+HERE, THERE = "http://127.0.0.1:80/x", "https://hub.example/x"
 
 
 @pytest.mark.parametrize(
-    "location", ["http://hub.example/x", "file:///etc/passwd", "ftp://h/x", "https://u:p@h/x", "https://h:999999/x"]
+    ("url", "location"),
+    [
+        (THERE, "http://hub.example/x"),
+        (THERE, "file:///etc/passwd"),
+        (THERE, "ftp://h/x"),
+        (THERE, "https://u:p@h/x"),
+        (THERE, "https://h:999999/x"),
+        (HERE, "http://other.example/x"),
+        ("http://mirror.lan/x", "http://127.0.0.1/x"),
+    ],
 )
-def test_where_a_redirect_may_not_lead(file: WebFile, location: str) -> None:
-    with pytest.raises(DownloadError, match=r"redirects to") as caught:
-        file._redirected(httpx.URL(file.url), location)
+def test_where_a_redirect_may_not_lead(url: str, location: str) -> None:
+    with pytest.raises(DownloadError, match=r"x: the server redirects to") as caught:
+        redirected(httpx.URL(url), location, "x")
     assert "u:p" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("location", "url"), [("/y", "https://hub.example/y"), ("https://cdn.example/y?s=1", "https://cdn.example/y?s=1")]
+    ("url", "location", "target"),
+    [
+        (THERE, "/y", "https://hub.example/y"),
+        (THERE, "https://cdn.example/y?s=1", "https://cdn.example/y?s=1"),
+        (HERE, "http://localhost/y", "http://localhost/y"),
+        (HERE, "https://cdn.example/y", "https://cdn.example/y"),
+        ("http://mirror.lan/x", "/y", "http://mirror.lan/y"),
+    ],
 )
-def test_where_a_redirect_may_lead(file: WebFile, location: str, url: str) -> None:
-    assert str(file._redirected(httpx.URL(file.url), location)) == url
+def test_where_a_redirect_may_lead(url: str, location: str, target: str) -> None:
+    assert str(redirected(httpx.URL(url), location, "x")) == target
+
+
+@pytest.mark.parametrize(
+    ("etag", "strong"),
+    [('"v1"', True), ('""', True), ('W/"v1"', False), ("v1", False), ('"\xe9"', False), ('"a b"', False), ("", False)],
+)
+def test_which_etags_hold_for_bytes(etag: str, strong: bool) -> None:
+    assert WebFile(THERE, "x", 10, ACCESS, "", etag).strong_etag == (etag if strong else "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HTTP_PROXY", "127.0.0.1:hunter2"),
+        ("ALL_PROXY", "gopher://hunter2"),
+        ("SSL_CERT_FILE", "/nope/ca.pem"),
+    ],
+)
+def test_an_environment_that_does_not_hold_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=variable) as caught:
+        Line(Patience())
+    assert "hunter2" not in str(caught.value)
 
 
 def test_what_a_server_asks_to_wait() -> None:
@@ -87,7 +125,7 @@ def test_what_a_server_asks_to_wait() -> None:
     waits = retry_after({"Retry-After": soon})
     assert waits is not None
     assert 50 < waits <= 60
-    for nothing in ("", "soon", "-1", "9" * 99, "Mon, 99 Foo 2026"):
+    for nothing in ("", "soon", "-1", "²", "9" * 99, "Mon, 99 Foo 2026"):
         assert retry_after({"Retry-After": nothing}) is None
     assert retry_after({}) is None
 
@@ -98,7 +136,7 @@ def _try_for_ever(tries: Tries) -> None:
 
 
 def test_patience_ends() -> None:
-    tries = Tries("x", Patience(total_s=0.2, first_s=0.01, most_s=0.05), threading.Event())
+    tries = Tries(Line(Patience(total_s=0.2, first_s=0.01, most_s=0.05)), "x")
     start = time.monotonic()
     with pytest.raises(DownloadError, match="x: no answer; try again later"):
         _try_for_ever(tries)
@@ -106,13 +144,39 @@ def test_patience_ends() -> None:
 
 
 def test_a_pause_that_is_too_long_is_not_waited_for() -> None:
-    tries = Tries("x", Patience(total_s=60), threading.Event())
     with pytest.raises(DownloadError, match="asks for a pause of 3600 s"):
-        tries.again(Transient("busy", 3600))
+        Tries(Line(Patience()), "x").again(Transient("busy", 3600))
+
+
+def test_no_pause_is_shorter_than_ours() -> None:
+    start = time.monotonic()
+    Tries(Line(Patience(first_s=0.1)), "x").again(Transient("busy", 0))
+    assert time.monotonic() - start >= 0.1
 
 
 def test_who_stops_does_not_wait() -> None:
-    stopped = threading.Event()
-    stopped.set()
+    line = Line(replace(Patience(), first_s=30))
+    line.stop()
     with pytest.raises(DownloadError, match="stopped"):
-        Tries("x", replace(Patience(), first_s=30), stopped).again(Transient("busy"))
+        Tries(line, "x").again(Transient("busy"))
+
+
+def test_a_server_that_cannot_be_reached_is_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
+    file = WebFile(url, "x", 10, ACCESS, "")
+    with (
+        Line(Patience(reach_s=0.3, first_s=0.05)) as line,
+        pytest.raises(DownloadError, match=r"127\.0\.0\.1 cannot be reached \(.*refused\)") as caught,
+    ):
+        next(file.read(line, 0, 10))
+    assert "kept" not in str(caught.value)
+    assert caplog.text.count("cannot reach 127.0.0.1") == 1
+
+
+def test_a_name_that_does_not_resolve_is_not_waited_for_long() -> None:
+    file = WebFile("https://no-such-host.invalid/x", "x", 10, ACCESS, "")
+    start = time.monotonic()
+    with Line(Patience()) as line, pytest.raises(DownloadError, match=r"no-such-host\.invalid cannot be reached"):
+        next(file.read(line, 0, 10))
+    assert time.monotonic() - start < 8

@@ -78,7 +78,14 @@ def test_a_torn_record_is_not_read_and_harms_no_other(journal: Journal, torn: by
 
 @pytest.mark.parametrize(
     "line",
-    ['{"begin": true, "end": 9, "sha256": "aa"}', '{"begin": 1, "end": "9", "sha256": "aa"}', '{"begin": 1, "end": 9}'],
+    [
+        '{"begin": 0, "end": 2305843009213693952, "sha256": "aa"}',
+        '{"begin": -1, "end": 9, "sha256": "aa"}',
+        '{"begin": 9, "end": 9, "sha256": "aa"}',
+        '{"begin": true, "end": 9, "sha256": "aa"}',
+        '{"begin": 1, "end": "9", "sha256": "aa"}',
+        '{"begin": 1, "end": 9}',
+    ],
 )
 def test_a_record_that_is_none(journal: Journal, line: str) -> None:
     with journal.path.open("a") as f:
