@@ -90,7 +90,7 @@ class Line:
         self.patience = patience
         self.stopped = threading.Event()
         self.received = False  # whether a byte of a file has come
-        self._reached: set[str] = set()  # the hosts that have answered
+        self._reached: set[bytes] = set()  # the hosts (and ports) that have answered
         self._warned = False
         self._sockets: WeakSet[socket.socket] = WeakSet()
         self._lock = threading.Lock()
@@ -133,8 +133,9 @@ class Line:
                 response.close()
         raise DownloadError(f"{name}: more than {MAX_REDIRECTS} redirects")
 
-    def has_reached(self, host: str) -> bool:
-        return host in self._reached
+    def has_reached(self, url: httpx.URL) -> bool:
+        """Whether this URL's server has answered once."""
+        return url.netloc in self._reached
 
     def warn(self, message: str) -> None:
         """Once for this piece of work."""
@@ -150,7 +151,7 @@ class Line:
             if any(isinstance(cause, httpx.InvalidURL) for cause in _causes(e)):
                 raise _malformed_redirect(name) from None
             raise
-        self._reached.add(request.url.host)
+        self._reached.add(request.url.netloc)
         return response
 
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
@@ -183,7 +184,7 @@ class Tries:
         self._wait = min(2 * self._wait, patience.most_s)
         reason = str(cause) or type(cause).__name__
         host, limit = "", patience.total_s
-        if isinstance(cause, _UNREACHED) and not line.has_reached(cause.request.url.host):
+        if isinstance(cause, _UNREACHED) and not line.has_reached(cause.request.url):
             host = cause.request.url.host
             limit = min(limit, HOPELESS_S if _is_hopeless(cause) else patience.reach_s)
         since = time.monotonic() - self._start
