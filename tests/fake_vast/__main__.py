@@ -1,6 +1,6 @@
 import argparse
+import signal
 import threading
-from contextlib import suppress
 
 from tests.fake_vast import FakeVast, offers, run_args
 
@@ -16,8 +16,10 @@ def main() -> None:
     options = parser.parse_args()
     with FakeVast(offers(options.offers), start=run_args, scale=options.scale, port=options.port) as fake:
         print(f"{fake.url}  VAST_API_KEY={fake.key}", flush=True)
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        ended = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: ended.set())
+        ended.wait()
         print(f"{len(fake.instances)} rented, {len(fake.billing)} still billing, ${fake.cost_usd:.6f} in all")
         print(f"{len(fake.log)} calls, {len(fake.too_fast)} too fast")
 

@@ -360,7 +360,7 @@ def test_it_runs_on_its_own(wait_until: WaitUntil) -> None:
             wait_until(lambda: vast.get(instance_id).state is State.RUNNING)
             wait_until(lambda: vast.logs(instance_id, 5) == "hello")
     finally:
-        process.send_signal(2)
+        process.terminate()
         told = process.communicate(timeout=20)[0]
     assert process.returncode == 0
     assert told.startswith("1 rented, 1 still billing, $0.0000")
