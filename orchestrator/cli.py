@@ -17,9 +17,10 @@ import click
 from rich.console import Console
 
 from orchestrator import options, tables
-from orchestrator.cluster import LocalCluster, Options
+from orchestrator.cluster import LocalCluster
 from orchestrator.job import Job, describe
 from orchestrator.progress import Display
+from orchestrator.run import Options
 from pptasks.config import Settings
 from pptasks.errors import NeedsToken, PPError, RequestFailed, StageFailed, UsageError, VerifyFailed
 from pptasks.modelinfo import Model

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.cluster import LocalCluster
+from orchestrator.stages import Cluster
 from pptasks.app import make_app
 from pptasks.client import Client
 from pptasks.errors import RequestFailed
@@ -15,7 +15,7 @@ from pptasks.request import Request
 class Job:
     """Requests to one cluster, one after the other."""
 
-    def __init__(self, cluster: LocalCluster, timeout_s: float):
+    def __init__(self, cluster: Cluster, timeout_s: float):
         self._cluster, self._timeout_s = cluster, timeout_s
         self._client = Client(make_app(cluster.settings))
 
@@ -36,7 +36,7 @@ class Job:
         return self._client.result(request_id)
 
     def _follow(self, request_id: str, ids: list[int], text: list[str], on_text: Callable[[str], None]) -> None:
-        heard, at = time.monotonic(), self._cluster.progress()
+        heard, at = time.monotonic(), self._cluster.stages.progress()
         for piece in self._client.stream(request_id):
             self._cluster.check()
             if piece is not None:
@@ -44,7 +44,7 @@ class Job:
                 ids.extend(piece.ids)
                 text.append(piece.text)
                 on_text(piece.text)
-            elif (now_at := self._cluster.progress()) != at:  # a verification fetches and loads layers
+            elif (now_at := self._cluster.stages.progress()) != at:  # a verification fetches and loads layers
                 at, heard = now_at, time.monotonic()
             elif time.monotonic() - heard > self._timeout_s:
                 self._client.cancel(request_id)
@@ -53,9 +53,9 @@ class Job:
                 )
 
 
-def describe(cluster: LocalCluster, model: Model, result: dict[str, Any]) -> dict[str, Any]:
+def describe(cluster: Cluster, model: Model, result: dict[str, Any]) -> dict[str, Any]:
     """The one JSON object of `pp run --json`."""
-    members = cluster.refresh()
+    members = cluster.stages.refresh()
     return {
         "text": result["text"],
         "token_ids": result["token_ids"],

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cluster import EMBEDDED
+from orchestrator.run import EMBEDDED
 from pptasks.config import MAX_CHUNK, MAX_CONTEXT, MAX_SLOTS, MAX_STAGES
 from pptasks.request import MAX_TEMPERATURE, MAX_TOKENS, MAX_TOP_K, MIN_TOP_P
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 TERM_S = 4.0  # a worker finishes its step, says goodbye
 TAIL_LINES = 20
 TAIL_BYTES = 64 << 10
+
+
+def python(*module: str) -> list[str]:
+    """`python -m` a module and its arguments, by our own interpreter."""
+    return [sys.executable, "-m", *module]
 
 
 class Process:
@@ -82,3 +88,12 @@ class Process:
             self._popen.wait()
         if self._popen.stdout is not None:
             self._popen.stdout.close()
+
+
+def end_all(processes: Sequence[Process]) -> None:
+    """Ask all of them to end, then see to it."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + TERM_S
+    for process in processes:
+        process.finish(max(0.0, deadline - time.monotonic()))

@@ -187,6 +187,12 @@ def child_environment(settings: Settings) -> dict[str, str]:
     return bare_environment() | settings.to_env()
 
 
+def environment_elsewhere(settings: Settings) -> dict[str, str]:
+    """What a worker on another machine is told: all but what only this machine knows, folders and a compiler."""
+    ours = ("PP_CACHE", "CC", "HF_HOME")
+    return {variable: value for variable, value in settings.to_env().items() if variable not in ours}
+
+
 def worker_module(stage: int) -> tuple[str, ...]:
     """`python -m` this, in `child_environment`, is the worker of a stage."""
     name = ("-Q", stage_queue(stage), "-n", f"{stage_name(stage)}@%h", "--pool", "solo")

@@ -2,7 +2,8 @@
 
     PPError                     anything a user or an operator can act on; the command line prints it in one line
     ├── UsageError              wrong use: exit code 2
-    │   └── ConfigError         a setting or an environment variable that does not hold
+    │   ├── ConfigError         a setting or an environment variable that does not hold
+    │   └── NoSuchCluster       no cluster of that name, or several where one was meant
     ├── PlanError               spans that do not tile the blocks, too many stages
     ├── ModelError              a model that cannot be read
     │   ├── ModelNotFound       no such alias, file or folder
@@ -24,7 +25,10 @@
     │   ├── NoCredit            the account has no money left: no retry
     │   ├── OfferGone           somebody else was faster: take the next offer
     │   ├── CreatedAnyway       a create that was refused and yet made a machine that bills
-    │   └── NoAnswer            whether it did what was asked is not known
+    │   ├── NoAnswer            whether it did what was asked is not known
+    │   └── StillBilling        machines whose end is not confirmed; carries their ids
+    ├── BudgetReached           the money that a run may cost is spent
+    ├── DeadlineReached         the time that a run may take is over
     ├── StorageError            a folder or a file that cannot be written
     ├── LinkError               the iroh link cannot be made, or was refused
     ├── StageTaken              another worker serves this stage already
@@ -50,6 +54,10 @@ class UsageError(PPError):
 
 
 class ConfigError(UsageError):
+    pass
+
+
+class NoSuchCluster(UsageError):
     pass
 
 
@@ -142,6 +150,22 @@ class CreatedAnyway(ProviderError):
 
 
 class NoAnswer(ProviderError):
+    pass
+
+
+class StillBilling(ProviderError):
+    """`instance_ids`: what may cost money until somebody ends it."""
+
+    def __init__(self, message: str, instance_ids: tuple[str, ...]):
+        super().__init__(message)
+        self.instance_ids = instance_ids
+
+
+class BudgetReached(PPError):
+    pass
+
+
+class DeadlineReached(PPError):
     pass
 
 

@@ -45,6 +45,8 @@ class Member:
     weights_bytes: int = 0
     rss_bytes: int = 0
     error: str = ""
+    error_type: str = ""  # of errors.py
+    rtt_ms: float = 0.0  # to the broker and back, at its last heartbeat
 
     @classmethod
     def from_json(cls, raw: bytes | str) -> "Member":

@@ -184,6 +184,7 @@ class Membership:
             return self._lock.acquire(blocking=False)
 
     def _publish(self) -> None:
+        began = time.monotonic()
         member = replace(self._member, rss_bytes=psutil.Process().memory_info().rss)
         with self._client.pipeline(transaction=False) as pipe:
             pipe.set(self._keys.member(member.stage), json.dumps(asdict(member)), px=int(TTL_S * 1000))
@@ -197,6 +198,8 @@ class Membership:
                 for key in self._names():
                     pipe.set(key, json.dumps(where), px=int(TTL_S * 1000))
             pipe.execute()
+        with self._guard:
+            self._member = replace(self._member, rtt_ms=(time.monotonic() - began) * 1000)
 
     def _names(self) -> list[str]:
         return [self._keys.name(name) for name in names_of(self._member.stage, self._n_stages)]

@@ -97,7 +97,9 @@ class StageStep(bootsteps.StartStopStep):
     def _failed(self, worker: Any, error: BaseException) -> None:
         """The engine died: tell the others why, then end the process."""
         self._membership.update(
-            state="failed", error=str(error) if isinstance(error, PPError) else f"{type(error).__name__}: {error}"
+            state="failed",
+            error=str(error) if isinstance(error, PPError) else f"{type(error).__name__}: {error}",
+            error_type=type(error).__name__,
         )
         print(f"pptasks: error: stage {settings.stage}: {error}", file=sys.stderr, flush=True)
         leave(worker, "the engine failed")

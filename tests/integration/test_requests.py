@@ -20,7 +20,8 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from orchestrator.cluster import LocalCluster, Options
+from orchestrator.cluster import LocalCluster
+from orchestrator.run import Options
 from pptasks.config import Settings, child_environment
 from pptasks.errors import RequestError
 from pptasks.keys import Keys, stage_queue
