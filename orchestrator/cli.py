@@ -4,31 +4,28 @@ failed, 2 wrong use."""
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 from rich.console import Console
 
-from orchestrator import options, tables
-from orchestrator.cluster import LocalCluster
+from orchestrator import launch, options, tables
 from orchestrator.job import Job, describe
+from orchestrator.manage import down, ps, sweep
 from orchestrator.progress import Display
-from orchestrator.run import Options
-from pptasks.config import Settings
-from pptasks.errors import NeedsToken, PPError, RequestFailed, StageFailed, UsageError, VerifyFailed
-from pptasks.modelinfo import Model
-from pptasks.models import open_model
-from pptasks.plan import make_plan, split_sizes
+from orchestrator.signals import interrupt_once
+from orchestrator.up import join, up
+from pptasks.errors import PPError, RequestFailed, StageFailed, StillBilling, UsageError, VerifyFailed
+from pptasks.plan import make_plan
 from pptasks.request import MAX_TOKENS, Request
 
 FAILED = 1
+SMOKE_S, SMOKE_USD = 300.0, 1.0
 
 
 class CLI(click.Group):
@@ -43,10 +40,12 @@ class CLI(click.Group):
 def _errors() -> Iterator[None]:
     try:
         yield
+    except launch.DryRun:
+        return
     except PPError as e:
-        click.echo(f"error: {e}", err=True)
-        for line in e.log if isinstance(e, StageFailed) else ():
-            click.echo(f"  | {line}", err=True)
+        if isinstance(e, StillBilling) and isinstance(e.__context__, PPError):
+            _tell(e.__context__)  # what failed first
+        _tell(e)
         sys.exit(e.exit_code)
     except KeyboardInterrupt:
         click.echo("cancelled", err=True)
@@ -60,7 +59,13 @@ def _errors() -> Iterator[None]:
         sys.exit(FAILED)
 
 
-@click.group(cls=CLI, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def _tell(error: PPError) -> None:
+    click.echo(f"error: {error}", err=True)
+    for line in error.log if isinstance(error, StageFailed) else ():
+        click.echo(f"  | {line}", err=True)
+
+
+@click.group(cls=CLI, context_settings=options.HELP)
 @click.version_option(package_name="pptasks")
 def main() -> None:
     """Run one large language model across several machines, cut by layers.
@@ -69,7 +74,7 @@ def main() -> None:
     run "Say hello"
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    _handle_signals()
+    interrupt_once()
 
 
 @main.command()
@@ -78,19 +83,20 @@ def main() -> None:
 @options.max_tokens
 @options.sampling
 @options.cluster
+@options.named
 @options.as_json
 def run(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as_json: bool, **given: Any) -> None:
     """Start the stages here, answer PROMPT (or what is piped in), and leave nothing behind."""
     request = _request(prompt, chat, tokens, raw, given)
     console = Console(stderr=True)
     show = (lambda text: None) if as_json else _print_text
-    with _cluster(given, console) as (cluster, model):
+    with launch.cluster(given, console) as (cluster, model):
         answer = Job(cluster, given["timeout"]).run(request, show)
         report = describe(cluster, model, answer)
-    if as_json:
-        click.echo(json.dumps(report))
-    else:
-        click.echo("" if report["text"].endswith("\n") else "\n", nl=False)
+        if as_json:
+            click.echo(json.dumps(report))
+        else:
+            click.echo("" if report["text"].endswith("\n") else "\n", nl=False)
     if not given["quiet"]:
         console.print(tables.closing_line(report), highlight=False, soft_wrap=True)
     if report["finish_reason"] == "cancelled":
@@ -103,9 +109,9 @@ def run(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as
 def plan(as_json: bool, **given: Any) -> None:
     """Show what each stage would hold; start nothing."""
     console = Console(stderr=True)
-    settings = _settings(given)
+    settings = launch.settings_from(given)
     with Display(console) as display:
-        settings, model = _open(settings, display)
+        settings, model = launch.open_here(settings, display)
     made = make_plan(model, settings)
     rows = tables.plan_rows(model, made)
     if as_json:
@@ -132,6 +138,7 @@ def models(as_json: bool) -> None:
 @options.max_tokens
 @options.sampling
 @options.cluster
+@options.named
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Requests, one after the other.")
 @options.as_json
 def bench(
@@ -140,7 +147,7 @@ def bench(
     """Measure the main job: ready time, prefill, decode, hops. PROMPT defaults to "Say hello"."""
     prompt = prompt if prompt or chat or tokens else "Say hello"
     request = _request(prompt, chat, tokens, raw, given)
-    with _cluster(given, Console(stderr=True)) as (cluster, model):
+    with launch.cluster(given, Console(stderr=True)) as (cluster, model):
         job = Job(cluster, given["timeout"])
         reports = [describe(cluster, model, job.run(request)) for _ in range(repeat)]
     summary = tables.summary(reports)
@@ -157,6 +164,7 @@ def bench(
 @options.option("--max-tokens", "Tokens to generate and check.", type=click.IntRange(1, MAX_TOKENS), default=32)
 @options.sampling
 @options.cluster
+@options.named
 @options.as_json
 def verify(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as_json: bool, **given: Any) -> None:
     """Check that the stages compute what the model says. Exit 1 if anything differs.
@@ -169,7 +177,7 @@ def verify(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool,
     if prompt is None and chat is None and tokens is None:
         prompt = _piped() or "Say hello"
     request = replace(_request(prompt, chat, tokens, raw, given), verify=True)
-    with _cluster(given | {"verify": True}, Console(stderr=True)) as (cluster, model):
+    with launch.cluster(given | {"verify": True}, Console(stderr=True)) as (cluster, model):
         answer = Job(cluster, given["timeout"]).run(request)
         report = describe(cluster, model, answer) | {"verification": answer.get("verification")}
     found = report["verification"]
@@ -187,63 +195,29 @@ def verify(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool,
         click.echo(f"verified: {len(found['token_ids'])} tokens; {how}")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(context_settings=options.HELP)
 @options.model
 @options.cluster
+@options.rented
 @options.as_json
 def smoke_run(as_json: bool, **given: Any) -> None:
-    """The main job with "Say hello" and 64 tokens; fails if the reply is empty."""
+    """The main job with "Say hello" and 64 tokens; fails if the reply is empty.
+
+    With --vastai it rents the machines, and ends them: within --deadline (5m by default) and --budget-usd (1).
+    """
     with _errors():
-        _handle_signals()
+        interrupt_once()
+        given |= {"deadline": given["deadline"] or SMOKE_S, "budget_usd": given["budget_usd"] or SMOKE_USD}
         request = Request(prompt="Say hello", max_tokens=64)
         console = Console(stderr=True)
-        with _cluster(given, console) as (cluster, model):
+        with launch.cluster(given | {"as_json": as_json}, console) as (cluster, model):
             answer = Job(cluster, given["timeout"]).run(request, (lambda text: None) if as_json else _print_text)
             report = describe(cluster, model, answer)
-        click.echo(json.dumps(report) if as_json else "")
+            click.echo(json.dumps(report) if as_json else "")
         if not report["text"].strip():
             raise RequestFailed("the reply is empty: `pp run --json` shows its token ids")
         if not given["quiet"]:
             console.print(tables.closing_line(report), highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _cluster(given: Mapping[str, Any], console: Console) -> Iterator[tuple[LocalCluster, Model]]:
-    """Model, plan, and a cluster that is ready; progress meanwhile."""
-    settings = _settings(given)
-    how = Options(given["broker"], given["broker_port"], given["link"], given["relay"], given["timeout"])
-    with ExitStack() as stack:
-        with Display(console, quiet=given["quiet"]) as display:
-            settings, model = _open(settings, display)
-            cluster = LocalCluster(settings, make_plan(model, settings), how, display.members)
-            stack.enter_context(cluster)
-        yield cluster, model
-
-
-def _open(settings: Settings, display: Display) -> tuple[Settings, Model]:
-    """The model, and the settings that name exactly it to every stage.
-
-    Where access is refused and a person sits at a terminal, a token is asked for, once. It stays in the memory of this
-    process and of the stages on this machine.
-    """
-    try:
-        model = open_model(settings.model, settings.cache, display.progress, settings.hub)
-    except NeedsToken as e:
-        if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
-            raise
-        with display.paused():
-            click.echo(f"{e}", err=True)
-            token = click.prompt("Hugging Face token (not shown, not kept)", hide_input=True, err=True)
-        settings = replace(settings, hf_token=token.strip())
-        model = open_model(settings.model, settings.cache, display.progress, settings.hub)
-    return replace(settings, model=model.spec), model
-
-
-def _settings(given: Mapping[str, Any]) -> Settings:
-    names = tuple(field.name for field in fields(Settings) if field.name in given)
-    chosen = {n: given[n] for n in names if given.get(n) is not None}
-    stages = given["stages"] or (2 if given["split"] in ("even", "auto") else len(split_sizes(given["split"])))
-    return replace(Settings.of_this_machine(), num_stages=stages, **chosen)
 
 
 def _request(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, given: Mapping[str, Any]) -> Request:
@@ -290,17 +264,8 @@ def _print_text(text: str) -> None:
     click.echo(text, nl=False)
 
 
-def _handle_signals() -> None:
-    """The first of these signals is an interrupt; later ones must not disturb how we end, which takes seconds."""
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        for name in ending:
-            signal.signal(name, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for name in ending:
-        signal.signal(name, interrupt)
+for command in (up, join, ps, down, sweep):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

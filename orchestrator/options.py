@@ -1,9 +1,10 @@
 """The command line's options, by what they are about; each command takes the groups that it needs."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -11,6 +12,9 @@ from orchestrator.run import EMBEDDED
 from pptasks.config import MAX_CHUNK, MAX_CONTEXT, MAX_SLOTS, MAX_STAGES
 from pptasks.request import MAX_TEMPERATURE, MAX_TOKENS, MAX_TOP_K, MIN_TOP_P
 
+IMAGE = "docker.io/pptasks/gpu-node:0.1.0"
+MAX_DEADLINE_S = 30 * 86400
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -24,6 +28,23 @@ class Number(click.FloatRange):
         if math.isnan(number):
             self.fail(f"{value!r} is not a number.", param, ctx)
         return number
+
+
+class Duration(click.ParamType):
+    """Seconds, from "90", "90s", "5m", "2h" or "1d"."""
+
+    name = "duration"
+    _FORM = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)", re.ASCII)
+    _UNITS: ClassVar = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = self._FORM.fullmatch(value)
+        seconds = float(match[1]) * self._UNITS[match[2]] if match else 0.0
+        if not 0 < seconds <= MAX_DEADLINE_S:
+            self.fail(f"{value!r} is no time from 1s to 30d, such as 90s, 5m or 2h.", param, ctx)
+        return seconds
 
 
 def group(*options: Decorator) -> Decorator:
@@ -46,8 +67,8 @@ model = group(
     option(
         "--model",
         "A known name (pp models), owner/name[@revision] or hf:owner/name/file.gguf on the Hugging Face Hub, "
-        "https://.../x.gguf, a .gguf file, or a Hugging Face folder.",
-        default="smollm2:135m",
+        "https://.../x.gguf, a .gguf file, or a Hugging Face folder.  "
+        "[default: smollm2:135m; llama3.2:1b with --vastai]",
     ),
     option(
         "--stages",
@@ -107,8 +128,8 @@ cluster = group(
     ),
     option(
         "--relay",
-        "iroh's relays for --link iroh; none stays on this machine's own addresses.",
-        default="none",
+        "iroh's relays for a link; none stays on this machine's own addresses.  [default: none; default with --vastai "
+        "or --hosts]",
         metavar="none|default|URL,...",
     ),
     option(
@@ -140,6 +161,64 @@ cluster = group(
     ),
     click.option("--quiet", "-q", is_flag=True, help="No progress and no closing line."),
 )
+
+api_key = option(
+    "--api-key",
+    "Key of the vast.ai account; asked for at a terminal. Others see arguments: better give it as VAST_API_KEY.",
+    envvar="VAST_API_KEY",
+    default=None,
+)
+
+rented = group(
+    click.option("--vastai", is_flag=True, help="Rent the machines on vast.ai."),
+    option(
+        "--hosts",
+        "Machines of yours that ssh reaches, one stage each; more of them than stages are spares.",
+        metavar="USER@A,USER@B,...",
+    ),
+    api_key,
+    click.option("--vast-url", envvar="PP_VAST_URL", default="https://console.vast.ai", hidden=True),
+    option(
+        "--image",
+        "What a rented machine runs: docker/Dockerfile, pushed where it can be pulled.",
+        default=IMAGE,
+        envvar="PP_IMAGE",
+    ),
+    option(
+        "--node-command",
+        "How a machine of --hosts starts a node.",
+        default="pp-node",
+    ),
+    option("--max-price", "Most dollars an hour for one machine.", type=Number(min=0, min_open=True), default=1.0),
+    option(
+        "--min-vram",
+        "Least GB of GPU memory.  [default: what the plan needs]",
+        type=Number(min=0, min_open=True),
+    ),
+    option("--gpu", "Part of a GPU's name, preferred where there is a choice.", default="", metavar="NAME"),
+    option("--region", "A country's two letters, or europe, north-america, asia, ...", default="", metavar="REGION"),
+    option("--min-down", "Least Mbit/s that a machine downloads.", type=Number(min=0), default=100.0),
+    option("--disk", "GB of disk for image and model.  [default: what they need]", type=Number(8, 10_000)),
+    click.option("--spot", is_flag=True, help="Bid for machines that may be taken away at any time; cheaper."),
+    option("--budget-usd", "End everything when so many dollars are spent.", type=Number(min=0, min_open=True)),
+    option(
+        "--deadline",
+        "End everything after so long, such as 90s, 5m or 2h; machines stop working then by themselves.",
+        type=Duration(),
+    ),
+    option(
+        "--worker-hf-token",
+        "A Hugging Face token that the machines get, for a gated model; yours is not sent. Give it as "
+        "PP_WORKER_HF_TOKEN: others see arguments.",
+        envvar="PP_WORKER_HF_TOKEN",
+        show_envvar=False,
+        default=None,
+    ),
+    click.option("--yes", "-y", is_flag=True, help="Ask nothing."),
+    click.option("--dry-run", is_flag=True, help="Show which machines would be rented and for how much; rent nothing."),
+)
+
+named = option("--cluster", "Use a cluster that pp up holds, instead of starting one here.", metavar="NAME")
 
 max_tokens = option("--max-tokens", "Most tokens to generate.", type=click.IntRange(1, MAX_TOKENS), default=256)
 

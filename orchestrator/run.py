@@ -180,7 +180,7 @@ class Run:
     def _purge(self, url: str) -> None:
         """Leave no key behind. That it fails must not hide why the run ended."""
         try:
-            purge(url, self.keys.prefix)
+            purge(url, self.keys)
         except BrokerError as e:
             log.warning("%s; the next run on it will", e)
 

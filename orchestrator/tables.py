@@ -6,8 +6,10 @@ from typing import Any
 
 from rich.table import Table
 
+from orchestrator.offers import Choice
+from orchestrator.provider import Offer
 from pptasks.modelinfo import Model, memory_bytes, nbytes
-from pptasks.plan import Plan, cache_bytes
+from pptasks.plan import Plan, cache_bytes, stage_bytes
 from pptasks.remote.wheel import Source as Wheel
 from pptasks.spec import ALIASES
 
@@ -38,6 +40,39 @@ def plan_table(rows: Sequence[Row], title: str) -> Table:
     for row in rows:
         sizes = row["bytes"], row["memory_bytes"], row["kv_bytes"], row["memory_bytes"] + row["kv_bytes"]
         table.add_row(str(row["stage"]), _span(row["span"]), row["also"], *(f"{size / 1e6:,.1f}" for size in sizes))
+    return table
+
+
+def offer_rows(choice: Choice, model: Model, plan: Plan) -> list[Row]:
+    def row(offer: Offer, stage: int | None) -> Row:
+        return {
+            "stage": stage,
+            "offer": offer.id,
+            "machine": offer.machine_id,
+            "gpu": offer.gpu_name,
+            "vram_gb": round(offer.vram_bytes / 1e9, 1),
+            "needs_gb": None if stage is None else round(stage_bytes(model, plan, stage) / 1e9, 1),
+            "place": offer.geolocation,
+            "down_mbps": offer.down_mbps,
+            "reliability": offer.reliability,
+            "usd_hour": offer.price_usd_hour,
+        }
+
+    spares = [row(offer, None) for offer in choice.spares]
+    return [row(offer, stage) for stage, offer in enumerate(choice.stages)] + spares
+
+
+def offers_table(rows: Sequence[Row], price_usd_hour: float) -> Table:
+    table = Table(
+        "stage", "offer", "GPU", "GB", "needs", "place", "Mbit/s down", "reliable", "$ an hour",
+        title=f"${price_usd_hour:.3f} an hour in all", title_justify="left",
+    )  # fmt: skip
+    for row in rows:
+        needs = "-" if row["needs_gb"] is None else str(row["needs_gb"])
+        table.add_row(
+            "spare" if row["stage"] is None else str(row["stage"]), row["offer"], row["gpu"], str(row["vram_gb"]),
+            needs, row["place"], f"{row['down_mbps']:.0f}", f"{row['reliability']:.1%}", f"{row['usd_hour']:.3f}",
+        )  # fmt: skip
     return table
 
 

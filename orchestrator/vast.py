@@ -6,6 +6,7 @@ is complete or an error, and a create of which we do not know what became is loo
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 
 import httpx
@@ -27,7 +28,10 @@ _NO_MONEY = ("credit", "balance", "insufficient funds", "insufficient_funds")
 
 
 class Vast:
-    """The provider "vast". `key`: of the account; shown to the API alone. Close it, or use it in a `with` block."""
+    """The provider "vast". `key`: of the account; shown to the API alone. Close it, or use it in a `with` block.
+
+    pace: a folder that all processes share which use the account, so that they keep the limits together.
+    """
 
     name = "vast"
 
@@ -40,8 +44,9 @@ class Vast:
         transport: httpx.BaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        pace: Path | None = None,
     ):
-        self._calls = Calls(key, url, Pacer(gaps_s, clock, sleep), transport)
+        self._calls = Calls(key, url, Pacer(gaps_s, clock, sleep, pace), transport)
         self._sleep = sleep
 
     def __repr__(self) -> str:

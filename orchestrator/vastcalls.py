@@ -6,6 +6,7 @@ says is shown only after `Scrubber` has been over it, since a server may echo wh
 
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -13,9 +14,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx
+from filelock import FileLock
 
 from pptasks.errors import BadKey, ConfigError, NoAnswer, ProviderError
 from pptasks.remote.webfile import retry_after
@@ -35,7 +38,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
 
 
 class Pacer:
-    """Least time between two calls of a kind, over all threads.
+    """Least time between two calls of a kind, over all threads, and over all processes with the same `folder`.
 
     A call begins only when the one before it of its kind has ended and `gaps_s[kind]` has passed since. So the server
     sees at least that gap too, whatever the network did to either.
@@ -46,8 +49,9 @@ class Pacer:
         gaps_s: Mapping[str, float],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        folder: Path | None = None,
     ):
-        self.clock, self.sleep = clock, sleep
+        self.clock, self.sleep, self._folder = clock, sleep, folder
         self._gaps = dict(gaps_s)
         self._locks = {kind: threading.Lock() for kind in gaps_s}
         self._not_before: dict[str, float] = defaultdict(float)
@@ -55,13 +59,30 @@ class Pacer:
     @contextmanager
     def turn(self, kind: str) -> Iterator[None]:
         """Wait for the turn of a call; the block is the call."""
-        with self._locks[kind]:
+        with self._locks[kind], self._alone(kind):
             while (wait := self._not_before[kind] - self.clock()) > 0:
                 self.sleep(wait)
             try:
                 yield
             finally:
                 self.postpone(kind, self._gaps[kind])
+
+    @contextmanager
+    def _alone(self, kind: str) -> Iterator[None]:
+        """Among processes. How long ago another's last call ended, a file's time tells."""
+        if self._folder is None:
+            yield
+            return
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        last = self._folder / f"{kind}.last"
+        with FileLock(self._folder / f"{kind}.lock", mode=0o600):
+            if last.exists():  # of a clock that was set, no more than the gap
+                self.postpone(kind, min(self._gaps[kind], last.stat().st_mtime + self._gaps[kind] - time.time()))
+            try:
+                yield
+            finally:
+                last.touch(mode=0o600)
+                os.utime(last, ns=(time.time_ns(),) * 2)  # as its own clock is coarse
 
     def postpone(self, kind: str, seconds: float) -> None:
         """No call of this kind for some time. To be called within a turn."""

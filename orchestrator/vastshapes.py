@@ -4,6 +4,7 @@ a text of the wrong type counts as none."""
 import math
 from typing import cast
 
+from orchestrator.labels import Label
 from orchestrator.offers import region_countries
 from orchestrator.provider import Instance, Need, Offer, Order, State
 from orchestrator.vastcalls import Scrubber
@@ -91,11 +92,12 @@ def read_instance(raw: object, scrubber: Scrubber) -> Instance | None:
     """None if it has no id."""
     if not isinstance(raw, dict) or not (instance_id := id_of(raw.get("id"))):
         return None
+    label = str(raw.get("label") or "")  # one of ours holds no secret, and must not be taken for another's
     word, message = str(raw.get("actual_status") or "provisioning"), str(raw.get("status_msg") or "")
     cannot_run = any(text in message.lower() for text in _FATAL)
     return Instance(
         id=instance_id,
-        label=scrubber.log(str(raw.get("label") or "")),
+        label=label if Label.parse(label) else scrubber.log(label),
         state=State.ENDED if cannot_run else _STATES.get(word, State.UNKNOWN),
         status=scrubber.message(f"{word}: {message}" if message else word),
         price_usd_hour=_number(raw.get("dph_total")),

@@ -22,6 +22,7 @@ A worker is told what it is by its environment, so that the same command starts 
 | PP_AUDIT_RATE | share of steps in which a live product is recomputed | 0.01 |
 | PP_KERNELS | auto, or tinygrad (no C kernels) | auto |
 | PP_LAP_DEADLINE | seconds after which a lap is sent again | 20 |
+| PP_BROKER_GRACE | seconds without a broker after which a worker with a lease leaves | 7 |
 | PP_LEASE | 1: leave when the run's lease is gone | 0 |
 | PP_CACHE | folder for models and compiled kernels | the user's cache folder |
 | CC | C compiler of the CPU device | clang, else ziglang's |
@@ -44,6 +45,7 @@ MAX_STAGES = 1024
 MAX_SLOTS = 1024
 MAX_CHUNK = 4096
 MAX_CONTEXT = 1 << 20
+BROKER_GRACE_S = 7.0  # without a broker for that long, the run is gone; a broker that restarts needs less
 
 
 def _env(name: str) -> dict[str, str]:
@@ -84,6 +86,7 @@ class Settings:
     audit_rate: float = field(default=0.01, metadata=_env("PP_AUDIT_RATE"))
     kernels: str = field(default="auto", metadata=_env("PP_KERNELS"))
     lap_deadline_s: float = field(default=20.0, metadata=_env("PP_LAP_DEADLINE"))
+    broker_grace_s: float = field(default=BROKER_GRACE_S, metadata=_env("PP_BROKER_GRACE"))
     lease: bool = field(default=False, metadata=_env("PP_LEASE"))
     cache: Path = field(default=platformdirs.user_cache_path("pptasks", appauthor=False), metadata=_env("PP_CACHE"))
     cc: str | None = field(default=None, metadata=_env("CC"))
@@ -114,6 +117,9 @@ class Settings:
             raise ConfigError(f"PP_AUDIT_RATE is {self.audit_rate}: give a share of steps between 0 and 1")
         if not 0.1 <= self.lap_deadline_s <= 3600:
             raise ConfigError(f"PP_LAP_DEADLINE is {self.lap_deadline_s}: give seconds between 0.1 and 3600")
+
+        if not 1 <= self.broker_grace_s <= 3600:
+            raise ConfigError(f"PP_BROKER_GRACE is {self.broker_grace_s}: give seconds between 1 and 3600")
 
     @property
     def hub(self) -> Hub:
@@ -152,7 +158,7 @@ class Settings:
 _OF_THE_MACHINE = ("PP_CACHE", "CC", "PP_LAP_DEADLINE", "HF_ENDPOINT", "HF_TOKEN", "HF_HOME")
 _PARSERS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("stage", "num_stages", "context", "slots", "prefill_chunk"), int),
-    **dict.fromkeys(("lap_deadline_s", "audit_rate"), float),
+    **dict.fromkeys(("lap_deadline_s", "audit_rate", "broker_grace_s"), float),
     **dict.fromkeys(("cache", "hf_home"), Path),
     **dict.fromkeys(("lease", "verify"), lambda raw: {"0": False, "1": True}[raw]),
 }
@@ -176,10 +182,15 @@ def _choice(variable: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{variable} is {value!r}: give one of {', '.join(choices)}")
 
 
+def without_account() -> dict[str, str]:
+    """Our environment without the key that rents machines: for any process that we start."""
+    return {k: v for k, v in os.environ.items() if k != "VAST_API_KEY"}
+
+
 def bare_environment() -> dict[str, str]:
     """Our environment without the settings' variables, secrets among them: for a process that needs none of them."""
     ours = {f.metadata["env"] for f in fields(Settings)}
-    return {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("PP_")}
+    return {k: v for k, v in without_account().items() if k not in ours and not k.startswith("PP_")}
 
 
 def child_environment(settings: Settings) -> dict[str, str]:

@@ -73,3 +73,20 @@ class Keys:
     def log(self, stage: int) -> str:
         """The last lines that the machine of a stage wrote: a list, see workers/node.py."""
         return f"{self.prefix}log:{stage}"
+
+    def guest(self, seat: int) -> str:
+        """What the machine on a seat says of itself before it has a stage, with a TTL: see guests.py."""
+        return f"{self.prefix}guest:{seat}"
+
+    def guest_lock(self, seat: int) -> str:
+        """Held by the one machine that has taken a seat."""
+        return f"{self.prefix}guest-lock:{seat}"
+
+    def guest_stage(self, seat: int) -> str:
+        """The assignment of the machine on a seat: only it may read that."""
+        return f"{self.prefix}guest-stage:{seat}"
+
+    @property
+    def guests(self) -> str:
+        """How many seats are taken by machines that are ready, and how many there are: "2/3"."""
+        return f"{self.prefix}guests"

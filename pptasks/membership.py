@@ -19,6 +19,7 @@ import redis
 from redis.exceptions import LockError
 from redis.lock import Lock
 
+from pptasks.config import BROKER_GRACE_S as BROKER_GRACE_S
 from pptasks.connect import connect, explain
 from pptasks.errors import BrokerError, NotReady, StageTaken
 from pptasks.keys import Keys, names_of, stage_queue
@@ -31,7 +32,6 @@ BEAT_S = 1.0
 TTL_S = 6.0  # of a member, its names and its lock
 LEASE_TTL_S = 5.0
 LEASE_GRACE_S = 2.5  # without a lease for that long, on a broker that answers: the run is gone, 10 s after its owner
-BROKER_GRACE_S = 7.0  # without a broker for that long: the run is gone; a broker that restarts needs less
 
 
 class Membership:
@@ -50,12 +50,13 @@ class Membership:
         *,
         node: str,
         watch_lease: bool,
+        broker_grace_s: float = BROKER_GRACE_S,
         on_gone: Callable[[str], None],
     ):
         self._client, self._keys, self._n_stages = connect(url), keys, n_stages
         self._member = Member(stage=stage, node=node)
         self._lock = Lock(self._client, keys.lock(stage), timeout=TTL_S, blocking=False, thread_local=False)
-        self._watch_lease, self._on_gone = watch_lease, on_gone
+        self._watch_lease, self._broker_grace_s, self._on_gone = watch_lease, broker_grace_s, on_gone
         self._on_restart: Callable[[int], None] | None = None
         self._incarnations: dict[int, str] = {}
         self._guard = threading.Lock()
@@ -154,7 +155,7 @@ class Membership:
                 if not outage:
                     log.warning("no heartbeat: %s", explain(e))
                 lease_seen, outage = now, True  # whether the lease is there, nobody knows
-            if self._watch_lease and now - broker_seen > BROKER_GRACE_S:
+            if self._watch_lease and now - broker_seen > self._broker_grace_s:
                 reason = "the run is gone: its broker cannot be reached"
                 break
             if now - lease_seen > LEASE_GRACE_S:

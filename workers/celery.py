@@ -69,7 +69,8 @@ class StageStep(bootsteps.StartStopStep):
         self._reporter = Reporter(app, keys, settings.broker)
         self._membership = Membership(
             settings.broker, keys, settings.stage, settings.num_stages,
-            node=worker.hostname, watch_lease=settings.lease, on_gone=partial(leave, worker),
+            node=worker.hostname, watch_lease=settings.lease, broker_grace_s=settings.broker_grace_s,
+            on_gone=partial(leave, worker),
         )  # fmt: skip
         self._membership.join()
         worker.engine = Engine(

@@ -9,6 +9,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # how soon a revoke or a late lap is noticed
+RETRY_S = 0.5  # between two tries to connect
 IDLE_S = 0.002  # an empty inbox for that long
 
 
@@ -90,7 +92,7 @@ class Engine:
     def _run(self) -> None:
         try:
             stage, head = self._load()
-            self._sender = self._connect()
+            self._sender = self._open_sender()
             gc.freeze()  # what was loaded stays: a full collection in the middle of a lap would look at all of it
             self._membership.update(state="ready", phase="ready")
             self._say_ready(stage)
@@ -99,6 +101,18 @@ class Engine:
             if not isinstance(e, PPError):  # which says all there is to say
                 log.exception("stage %d failed", self._index)
             self._on_failure(e)
+
+    def _open_sender(self) -> HopSender:
+        """The broker may be away for a moment. One that stays away, membership notices too."""
+        until = time.monotonic() + self._settings.broker_grace_s
+        while True:
+            try:
+                return self._connect()
+            except BrokerError as e:
+                if time.monotonic() > until:
+                    raise
+                log.warning("%s; trying again", e)
+                time.sleep(RETRY_S)
 
     def _say_ready(self, stage: Stage) -> None:
         """For whoever reads the log of a worker: Celery's own "ready" comes before the model is loaded."""

@@ -13,8 +13,10 @@ import psutil
 import pytest
 import redis
 
+from orchestrator.acl import User, create_user, drop_users
 from orchestrator.broker import EmbeddedBroker, check_broker, purge, sweep
-from pptasks.errors import BrokerError, UsageError
+from pptasks.errors import BrokerError
+from pptasks.keys import Keys
 
 PARENT = """
 import os, sys, time
@@ -158,10 +160,21 @@ def test_check_warns_of_a_broker_that_evicts(caplog: pytest.LogCaptureFixture) -
 def test_purge_deletes_the_runs_keys_and_no_others(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         client.mset({f"pp:a*[b]:{i}": i for i in range(2500)} | {"pp:aXb:0": 1, "pp:a": 1, "other": 1})
-        assert purge(redis_url, "pp:a*[b]:") == 2500
+        create_user(client, "a*[b]", 0, 1)
+        create_user(client, "b", 0, 1)
+        assert purge(redis_url, Keys("a*[b]")) == 2500
         assert set(client.keys()) == {b"pp:aXb:0", b"pp:a", b"other"}
-    with pytest.raises(UsageError):
-        purge(redis_url, "")
+        assert set(client.acl_users()) >= {"pp-b-0"}
+        assert "pp-a*[b]-0" not in client.acl_users()
+        assert drop_users(client, "b") == 1
+
+
+def test_purge_by_who_may_not_list_users(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        client.execute_command("ACL SETUSER", "plain", "on", ">pw", "~*", "+@all", "-acl")
+        client.set("pp:a:0", 1)
+        assert purge(User("plain", "pw").login(redis_url), Keys("a")) == 1
+        client.acl_deluser("plain")
 
 
 def test_sweep_purges_runs_whose_owner_is_gone_and_nothing_else(redis_url: str) -> None:

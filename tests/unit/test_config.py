@@ -27,6 +27,7 @@ FULL = Settings(
     audit_rate=0.5,
     kernels="tinygrad",
     lap_deadline_s=0.7,
+    broker_grace_s=30.0,
     lease=True,
     cache=Path("/var/cache/pp"),
     cc="clang-19",

@@ -3,11 +3,14 @@
 import base64
 import json
 import logging
+import os
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from orchestrator.provider import Need, Offer, Order, Provider, State
 from orchestrator.vast import GAPS_S, LIMITS_S, Vast
 from orchestrator.vastcalls import MAX_ANSWER, PATIENCE_S, Pacer, Scrubber, is_private
+from orchestrator.vastshapes import read_instance
 from pptasks.errors import (
     BadKey,
     ConfigError,
@@ -567,3 +571,35 @@ def test_the_scrubber_leaves_the_rest() -> None:
     text = "Traceback: pptasks.errors.StageFailed: stage 1 of llama3.2:1b ended\n\tat block 3"
     assert Scrubber(KEY).log(text) == text
     assert Scrubber("k").log("back") == "bac***"
+
+
+def test_processes_that_share_a_folder_keep_the_gap_together(tmp_path: Path) -> None:
+    clocks = [Clock(), Clock()]
+    first, second = (Pacer({"show": 2.0}, clock, clock.sleep, tmp_path / "pace") for clock in clocks)
+    with first.turn("show"):
+        pass
+    with second.turn("show"):
+        pass
+    assert 1.5 < sum(clocks[1].slept) <= 2.0  # it slept on its own clock, as the file is a moment old
+
+
+def test_a_clock_that_was_set_back_delays_no_call_for_longer_than_the_gap(tmp_path: Path) -> None:
+    clock = Clock()
+    pacer = Pacer({"show": 2.0}, clock, clock.sleep, tmp_path)
+    (tmp_path / "show.last").touch()
+    os.utime(tmp_path / "show.last", (time.time() + 9999, time.time() + 9999))
+    began = clock()
+    with pacer.turn("show"):
+        pass
+    assert clock() - began == 2.0
+
+
+def test_a_label_of_ours_is_shown_as_it_is_though_it_looks_like_the_key() -> None:
+    label = f"pptasks-{KEY[:8]}-{KEY[8:20]}-0-1796086975-{KEY[20:24]}"
+    instance = {"id": 7, "label": label, "actual_status": "running"}
+    shown = read_instance(instance, Scrubber(KEY))
+    other = read_instance(instance | {"label": f"mine {KEY}"}, Scrubber(KEY))
+    assert shown is not None
+    assert shown.label == label
+    assert other is not None
+    assert KEY[:16] not in other.label
