@@ -164,12 +164,7 @@ class Rent:
 def rented(given: Given, console: Console) -> Iterator[tuple[Fleet, Model]]:
     """A fleet that nobody has entered yet; the provider is open meanwhile. Raises DryRun."""
     with provider_of(given) as provider:
-        ledger, board = (
-            Ledger.of_user(),
-            Board(
-                console, quiet=given["quiet"], deadline=time.time() + given["deadline"] if given["deadline"] else 0.0
-            ),
-        )
+        ledger = Ledger.of_user()
         sweep_leftovers(provider, ledger, given, console)
         rent = choose(provider, given, console)
         if given["dry_run"]:

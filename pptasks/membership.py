@@ -19,7 +19,7 @@ import redis
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from pptasks.config import BROKER_GRACE_S as BROKER_GRACE_S
+from pptasks.config import BROKER_GRACE_S
 from pptasks.connect import connect, explain
 from pptasks.errors import BrokerError, NotReady, StageTaken
 from pptasks.keys import Keys, names_of, stage_queue

@@ -41,7 +41,7 @@ from workers.child import Log, running
 from workers.node import STOPPED, Job, run
 from workers.seat import Seat
 
-SOCKET_TIMEOUT_S = 3.0  # below membership.BROKER_GRACE_S and TTL_S
+SOCKET_TIMEOUT_S = 3.0  # below BROKER_GRACE_S and TTL_S
 _COUNT = re.compile(rb"(\d{1,3})/(\d{1,3})", re.ASCII)
 
 

@@ -1,5 +1,5 @@
-"""`python -m workers.node`: all that a rented or joined machine runs. The link to the broker, and the Celery worker of
-a stage behind it.
+"""`python -m workers.node`, or `pp-node`: all that a rented or joined machine runs. The link to the broker, and the
+Celery worker of a stage behind it.
 
 The environment says what to do: the variables of pptasks/config.py, and with PP_LINK_TICKET those of pptasks/peers.py,
 for a broker that is reached through a link: then host and port in PP_BROKER do not matter. PP_DEADLINE is the Unix time
@@ -198,5 +198,10 @@ def main(args: list[str]) -> int:
         return error.exit_code
 
 
-if __name__ == "__main__":
+def script() -> None:
+    """`pp-node`, the same by another name."""
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    script()

@@ -10,10 +10,11 @@ import redis
 from redis.asyncio import Redis
 from redis.exceptions import LockError
 
+from pptasks.config import BROKER_GRACE_S
 from pptasks.errors import BrokerError, NotReady, StageTaken
 from pptasks.guests import Guest
 from pptasks.keys import Keys
-from pptasks.membership import BROKER_GRACE_S, LEASE_GRACE_S, TTL_S
+from pptasks.membership import LEASE_GRACE_S, TTL_S
 
 TAKE_S, TAKE_PAUSE_S = 5.0, 0.1  # less than BROKER_GRACE_S: whoever is there bears it
 LEAVE_S = 2.0

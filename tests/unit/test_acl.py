@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.acl import User, rules, user_name
+from orchestrator.acl import User, guest_name, rules, user_name
 
 DANGEROUS = """
     acl config debug eval eval_ro fcall flushall flushdb function keys migrate module monitor replicaof rename restore
@@ -76,7 +76,8 @@ def test_channels_carry_the_number_of_the_database() -> None:
 
 
 def test_names_of_users_differ() -> None:
-    assert len({user_name(run, stage) for run in ("a", "a-1", "a-1-1") for stage in (0, 1, 10, 11)}) == 12
+    names = {of(run, n) for run in ("a", "a-1", "a-1-1") for n in (0, 1, 10, 11) for of in (user_name, guest_name)}
+    assert len(names) == 24
 
 
 def test_a_user_logs_in_and_does_not_show_the_password() -> None:

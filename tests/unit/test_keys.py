@@ -7,9 +7,10 @@ from pptasks.keys import ENTRY, EXIT, Keys, names_of, stage_name, stage_queue
 
 def all_keys(run: str) -> list[str]:
     keys = Keys(run)
-    per_stage = [of(stage) for stage in range(12) for of in (keys.lock, keys.member)]
+    per_stage = [of(stage) for stage in range(12) for of in (keys.lock, keys.member, keys.log)]
+    per_seat = [of(seat) for seat in range(1, 12) for of in (keys.guest, keys.guest_lock, keys.guest_stage)]
     names = [keys.name(name) for stage in range(3) for name in names_of(stage, 3)]
-    return [keys.lease, *per_stage, *names, keys.stream("1"), keys.stream("lease")]
+    return [keys.lease, keys.owner, keys.guests, *per_stage, *per_seat, *names, keys.stream("1"), keys.stream("lease")]
 
 
 def test_every_key_carries_the_runs_prefix() -> None:
