@@ -81,6 +81,15 @@ class Board:
             if self._is_news(row):
                 self.say(_line(row, spent_usd))
 
+    def settle(self) -> None:
+        """The table stays as it is now: what follows on the terminal is an answer. Changes are told in plain lines."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+            self._console.print(self._picture())
+            for row in self._rows:
+                self._is_news(row)
+
     def say(self, line: str) -> None:
         """One line that stays, above the table."""
         if not self._quiet:
@@ -100,8 +109,12 @@ class Board:
 
     def _footer(self) -> str:
         now = self._clock()
-        parts = [f"{_dollars(self._spent)} so far" + (f" of {_dollars(self._budget)}" if self._budget else "")]
-        parts += [f"{_dollars(sum(row.price_usd_hour for row in self._rows))} per hour", _span(now - self._began)]
+        per_hour = sum(row.price_usd_hour for row in self._rows)
+        parts = []
+        if self._spent or per_hour:
+            of_budget = f" of {_dollars(self._budget)}" if self._budget else ""
+            parts += [f"{_dollars(self._spent)} so far{of_budget}", f"{_dollars(per_hour)} per hour"]
+        parts.append(_span(now - self._began))
         if self._deadline:
             parts.append(f"ends in {_span(self._deadline - now)}")
         return ", ".join(parts)
@@ -119,7 +132,8 @@ def table(rows: Sequence[Row]) -> Table:
 
 def _line(row: Row, spent_usd: float) -> str:
     about = ", ".join(text for text in (row.offer, _amount(row), row.note) if text)
-    return f"stage {row.stage}: {row.state}{f' ({about})' if about else ''}; {_dollars(spent_usd)} so far"
+    money = f"; {_dollars(spent_usd)} so far" if spent_usd or row.price_usd_hour else ""
+    return f"stage {row.stage}: {row.state}{f' ({about})' if about else ''}{money}"
 
 
 def _amount(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -33,11 +34,13 @@ POLL_S = 0.2
 REPLACEMENTS = 2  # of one stage, until it is ready
 UNANSWERED = 3  # creates without an answer, until we give up: each may have made a machine
 LOG_LINES = 20
+More = Callable[[frozenset[str]], Iterable[Offer]]  # given the machine ids that were tried
 
 
 class Fleet:
     """A context manager: inside it, every stage is ready and `settings` say how to reach the run, which is entered
-    already. linked: the machines reach it through a link.
+    already. linked: the machines reach it through a link. more: further offers, once the spares are gone, on machines
+    that were not tried.
 
     Whatever happens, every machine that it asked for is ended when it is left, or named in StillBilling, whose context
     is the error that was on its way. Raises besides: StageFailed with the last lines of the worker's log,
@@ -46,12 +49,12 @@ class Fleet:
 
     def __init__(
         self, run: Run, plan: Plan, terms: Terms, choice: Choice, provider: Provider, ledger: Ledger, board: Board,
-        *, linked: bool = True,
+        *, linked: bool = True, more: More = lambda tried: (),
     ):  # fmt: skip
         self.plan, self.terms, self.ready_s = plan, terms, 0.0
         self._run, self._linked = run, linked
-        self._provider, self._ledger, self._board = provider, ledger, board
-        self._firsts, self._spares = choice.stages, deque(choice.spares)
+        self._provider, self._ledger, self.board = provider, ledger, board
+        self._firsts, self._spares, self._more = choice.stages, deque(choice.spares), more
         self._places: dict[int, Machine] = {}
         self._replaced = [0] * plan.n_stages
         self._looked_at, self._all_ready_at = 0.0, 0.0
@@ -111,6 +114,7 @@ class Fleet:
         all_ready = len(members) == self.plan.n_stages and all(m.state == "ready" for m in members.values())
         self._all_ready_at = self._all_ready_at or time.monotonic() if all_ready else 0.0
         if self.stages.are_ready():
+            self._replaced = [0] * self.plan.n_stages
             return True
         if all_ready and time.monotonic() - self._all_ready_at > self.terms.patience.step_s:
             raise NotReady("every stage is ready, but their names do not resolve: is another program at the broker?")
@@ -151,7 +155,7 @@ class Fleet:
         except BadKey:
             raise
         except ProviderError as error:
-            self._board.say(f"{self._provider.name}: {error}")
+            self.board.say(f"{self._provider.name}: {error}")
         self._looked_at = time.monotonic()
 
     def _again(self, machine: Machine) -> Instance | None:
@@ -173,28 +177,35 @@ class Fleet:
                 raise
             except ProviderError as error:
                 unanswered += not isinstance(error, OfferGone)
-                self._board.say(f"stage {stage}: {error}; taking another offer")
+                self.board.say(f"stage {stage}: {error}; taking another offer")
                 if unanswered >= UNANSWERED:
                     raise
             offer = None
 
     def _next_spare(self, stage: int) -> Offer:
         if not self._spares:
-            tried = len({machine.offer.machine_id for machine in self._renter.machines})
-            raise ProviderError(
-                f"stage {stage} has no machine, and no offer is left ({tried} machines tried): try again later, or ask "
-                "for less"
-            )
+            tried = frozenset(machine.offer.machine_id for machine in self._renter.machines)
+            self._spares.extend(self._more(tried))
+            if not self._spares:
+                raise ProviderError(
+                    f"stage {stage} has no machine, and no offer is left ({len(tried)} machines tried): try again later, "
+                    "or ask for less"
+                )
         return self._spares.popleft()
 
     def _replace(self, machine: Machine, found: Trouble) -> None:
         stage = machine.stage
-        if not found.replaceable or self._replaced[stage] >= REPLACEMENTS or not self._spares:
+        if not found.replaceable or self._replaced[stage] >= REPLACEMENTS:
             raise self._failed(machine, found)
+        try:
+            offer = self._next_spare(stage)
+        except ProviderError as error:
+            raise self._failed(machine, found) from error
         self._replaced[stage] += 1
-        self._board.say(f"stage {stage}: {machine} {found.why}; taking another machine")
+        self.board.say(f"stage {stage}: {machine} {found.why}; taking another machine")
         del self._places[stage]
         self._renter.end(machine)
+        self.stages.forget(stage)
         self._fill(stage)
 
     def _failed(self, machine: Machine, found: Trouble) -> StageFailed:
@@ -218,7 +229,7 @@ class Fleet:
 
     def _show(self) -> None:
         rows = [self._row(stage) for stage in range(self.plan.n_stages)]
-        self._board.show(rows, self.spent_usd, self.terms.budget_usd)
+        self.board.show(rows, self.spent_usd, self.terms.budget_usd)
 
     def _row(self, stage: int) -> Row:
         machine, member = self._places.get(stage), self.stages.members.get(stage)
@@ -244,9 +255,9 @@ class Fleet:
         with uninterrupted():
             if not self._renter.machines:
                 return
-            self._board.say("ending all machines of this run")
-            found = self._renter.left(self._board.say)
-            left = sweep.end(found, [self._provider], self._ledger, self._board.say)
+            self.board.say("ending all machines of this run")
+            found = self._renter.left(self.board.say)
+            left = sweep.end(found, [self._provider], self._ledger, self.board.say)
             self._renter.lock_out_all()
             if left:
                 raise sweep.still_billing(left)

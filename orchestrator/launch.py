@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import click
@@ -72,6 +73,7 @@ def _local(given: Given, console: Console) -> Iterator[tuple[Cluster, Model]]:
 @contextmanager
 def _fleet(given: Given, console: Console) -> Iterator[tuple[Cluster, Model]]:
     with rented(given, console) as (fleet, model), fleet:
+        fleet.board.settle()
         yield fleet, model
 
 
@@ -175,7 +177,9 @@ def rented(given: Given, console: Console) -> Iterator[tuple[Fleet, Model]]:
         told = rent.terms.deadline if given["deadline"] or provider.name == "vast" else 0.0
         with Board(console, quiet=given["quiet"], deadline=told) as board, Run(rent.settings, options) as run:
             linked = options.link == "iroh"
-            yield Fleet(run, rent.plan, rent.terms, rent.choice, provider, ledger, board, linked=linked), rent.model
+            more = partial(more_offers, provider, rent.need)
+            fleet = Fleet(run, rent.plan, rent.terms, rent.choice, provider, ledger, board, linked=linked, more=more)
+            yield fleet, rent.model
 
 
 @contextmanager
@@ -228,6 +232,13 @@ def choose(provider: Provider, given: Given, console: Console) -> Rent:
     found = provider.search(need)
     choice = offers.choose(found, need, plan.n_stages) if provider.name == "vast" else _in_order(found, plan.n_stages)
     return Rent(settings, model, plan, choice, need, _terms(given, need, provider))
+
+
+def more_offers(provider: Provider, need: Need, tried: frozenset[str]) -> tuple[Offer, ...]:
+    """On machines that were not tried. Raises ProviderError if there is none."""
+    found = [offer for offer in provider.search(need) if offer.machine_id not in tried]
+    choice = offers.choose(found, need, 1) if provider.name == "vast" else _in_order(found, 1)
+    return choice.stages + choice.spares
 
 
 def need_of(model: Model, plan: Plan, given: Given) -> Need:

@@ -106,3 +106,24 @@ def test_nothing_is_left_behind_when_it_failed() -> None:
     _, erased, left = out.getvalue().rpartition("\x1b[2K")
     assert erased
     assert left == ""
+
+
+def test_settled_it_leaves_the_table_once_and_tells_changes_in_lines() -> None:
+    shown, out = console(True)
+    ready = replace(ROW, state="ready")
+    with Board(shown, clock=Clock()) as board:
+        board.show([ready], 0.1, None)
+        board.settle()
+        settled = out.getvalue()
+        board.show([ready], 0.2, None)
+        assert out.getvalue() == settled
+        board.show([replace(ROW, state="lost")], 0.2, None)
+    assert out.getvalue().removeprefix(settled) == "stage 0: lost (RTX 4090, Sweden); $0.2000 so far\n"
+
+
+def test_what_costs_nothing_is_shown_without_money() -> None:
+    assert plain(replace(ROW, price_usd_hour=0.0)) == ["stage 0: creating (RTX 4090, Sweden); $0.0123 so far"]
+    shown, out = console(False)
+    with Board(shown, clock=Clock()) as board:
+        board.show([replace(ROW, price_usd_hour=0.0)], 0.0, None)
+    assert out.getvalue() == "stage 0: creating (RTX 4090, Sweden)\n"
