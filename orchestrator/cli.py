@@ -15,6 +15,8 @@ import click
 from rich.console import Console
 
 from orchestrator import launch, options, tables
+from orchestrator.given import open_here, settings_from
+from orchestrator.hire import DryRun
 from orchestrator.job import Job, describe
 from orchestrator.manage import down, ps, sweep
 from orchestrator.progress import Display
@@ -40,7 +42,7 @@ class CLI(click.Group):
 def _errors() -> Iterator[None]:
     try:
         yield
-    except launch.DryRun:
+    except DryRun:
         return
     except PPError as e:
         if isinstance(e, StillBilling) and isinstance(e.__context__, PPError):
@@ -109,9 +111,9 @@ def run(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as
 def plan(as_json: bool, **given: Any) -> None:
     """Show what each stage would hold; start nothing."""
     console = Console(stderr=True)
-    settings = launch.settings_from(given)
+    settings = settings_from(given)
     with Display(console) as display:
-        settings, model = launch.open_here(settings, display)
+        settings, model = open_here(settings, display)
     made = make_plan(model, settings)
     rows = tables.plan_rows(model, made)
     if as_json:

@@ -188,8 +188,8 @@ class Fleet:
             self._spares.extend(self._more(tried))
             if not self._spares:
                 raise ProviderError(
-                    f"stage {stage} has no machine, and no offer is left ({len(tried)} machines tried): try again later, "
-                    "or ask for less"
+                    f"stage {stage} has no machine, and no offer is left ({len(tried)} machines tried): "
+                    "try again later, or ask for less"
                 )
         return self._spares.popleft()
 
@@ -206,7 +206,7 @@ class Fleet:
         del self._places[stage]
         self._renter.end(machine)
         self.stages.forget(stage)
-        self._fill(stage)
+        self._fill(stage, offer)
 
     def _failed(self, machine: Machine, found: Trouble) -> StageFailed:
         stage = machine.stage

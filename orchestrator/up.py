@@ -16,12 +16,13 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from orchestrator import launch, options
+from orchestrator import options
 from orchestrator.board import Board
 from orchestrator.clusters import Clusters, Record
 from orchestrator.fleet import Fleet
+from orchestrator.given import LINKED_GRACE_S, LONG_S, Given, how, is_terminal, open_here, settings_from
+from orchestrator.hire import rented
 from orchestrator.joined import Joined
-from orchestrator.launch import Given
 from orchestrator.process import python
 from orchestrator.progress import Display
 from orchestrator.run import Run, is_live
@@ -69,7 +70,7 @@ def up(name: str, detach: bool, as_json: bool, **given: Any) -> None:
 
 
 def _made(given: Given, console: Console) -> AbstractContextManager[tuple[Fleet | Joined, Model]]:
-    return _joined(given, console) if given["guests"] else launch.rented(given, console)
+    return _joined(given, console) if given["guests"] else rented(given, console)
 
 
 @contextmanager
@@ -77,14 +78,14 @@ def _joined(given: Given, console: Console) -> Iterator[tuple[Joined, Model]]:
     n = given["guests"]
     if given["stages"] not in (None, n):
         raise UsageError(f"--join {n} and --stages {given['stages']}: each machine that joins is one stage")
-    settings = launch.settings_from({**given, "stages": n})
+    settings = settings_from({**given, "stages": n})
     with Display(console, quiet=given["quiet"]) as display:
-        settings, model = launch.open_here(settings, display)
-    deadline = time.time() + (given["deadline"] or launch.LONG_S)
-    settings = replace(settings, hf_token="", hf_home=None, broker_grace_s=launch.LINKED_GRACE_S)  # a token is ours
+        settings, model = open_here(settings, display)
+    deadline = time.time() + (given["deadline"] or LONG_S)
+    settings = replace(settings, hf_token="", hf_home=None, broker_grace_s=LINKED_GRACE_S)  # a token is ours
     with (
         Board(console, quiet=given["quiet"], deadline=deadline) as board,
-        Run(settings, launch.how(given, rented=True)) as run,
+        Run(settings, how(given, rented=True)) as run,
     ):
         patience = Patience.of(given["timeout"])
         yield Joined(run, model, n, deadline, patience, board, partial(_invite, given)), model
@@ -234,7 +235,7 @@ def join(ticket: str | None) -> None:
     Without TICKET it is asked for, so that no list of processes shows it.
     """
     if not ticket:
-        if not launch.is_terminal():
+        if not is_terminal():
             raise UsageError("give the TICKET that pp up --join printed, or set PP_INVITATION")
         ticket = click.prompt("Ticket (not shown)", hide_input=True, err=True)
     parse(ticket.strip())  # a damaged one is told at once
