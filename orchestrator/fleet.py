@@ -34,6 +34,7 @@ POLL_S = 0.2
 REPLACEMENTS = 2  # of one stage, until it is ready
 UNANSWERED = 3  # creates without an answer, until we give up: each may have made a machine
 LOG_LINES = 20
+SENT_S = 1.5  # within which a machine sends what it wrote: more than workers/child.py waits between two sends
 More = Callable[[frozenset[str]], Iterable[Offer]]  # given the machine ids that were tried
 
 
@@ -219,6 +220,8 @@ class Fleet:
 
     def _last_words(self, machine: Machine) -> tuple[str, ...]:
         """The worker's own log over Redis, else the provider's."""
+        if machine.watch.heard_at is not None:
+            time.sleep(SENT_S)  # what it wrote last may still be on its way
         lines = self.stages.log(machine.stage, LOG_LINES)
         if not lines and machine.instance_id is not None:
             try:

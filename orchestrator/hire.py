@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from shlex import quote
 
 import click
 from rich.console import Console
@@ -88,7 +89,11 @@ def provider_of(given: Given) -> Iterator[Provider]:
         from orchestrator.hosts import Hosts
 
         hosts = [host.strip() for host in (given.get("hosts") or "").split(",") if host.strip()]
-        yield Hosts.ssh(hosts) if hosts else Hosts.local(settings_from(given).num_stages + SPARE_PLACES)
+        yield (
+            Hosts.ssh(hosts, command=_command("ssh", given))
+            if hosts
+            else Hosts.local(settings_from(given).num_stages + SPARE_PLACES)
+        )
 
 
 def sweep_leftovers(provider: Provider, ledger: Ledger, given: Given, console: Console) -> None:
@@ -118,14 +123,14 @@ def choose(provider: Provider, given: Given, console: Console) -> Rent:
     plan = make_plan(model, settings)
     need = need_of(model, plan, given)
     found = provider.search(need)
-    choice = offers.choose(found, need, plan.n_stages) if provider.name == "vast" else _in_order(found, plan.n_stages)
+    choice = _choice(provider, found, need, plan.n_stages)
     return Rent(settings, model, plan, choice, need, _terms(given, need, provider))
 
 
 def more_offers(provider: Provider, need: Need, tried: frozenset[str]) -> tuple[Offer, ...]:
     """On machines that were not tried. Raises ProviderError if there is none."""
     found = [offer for offer in provider.search(need) if offer.machine_id not in tried]
-    choice = offers.choose(found, need, 1) if provider.name == "vast" else _in_order(found, 1)
+    choice = _choice(provider, found, need, 1)
     return choice.stages + choice.spares
 
 
@@ -146,25 +151,26 @@ def need_of(model: Model, plan: Plan, given: Given) -> Need:
     )
 
 
-def _in_order(found: list[Offer], n: int) -> Choice:
-    """Machines that are the user's own: the first n, the others are spares."""
-    if len(found) < n:
+def _choice(provider: Provider, found: list[Offer], need: Need, n: int) -> Choice:
+    """Of a market by `offers.choose`; of machines that are the user's own the first n, the others are spares."""
+    if provider.name == "vast":
+        return offers.choose(found, need, n)
+    large = [offer for offer in found if provider.name == "local" or offer.vram_bytes >= need.min_vram_bytes]
+    if len(large) < n:
+        needed = f"with {need.min_vram_bytes / 1e9:.1f} GB free"
+        there = ", ".join(f"{offer.id} ({offer.gpu_name}, {offer.vram_bytes / 1e9:.1f} GB)" for offer in found)
         raise ProviderError(
-            f"{n} machines are needed, and {len(found)} are there: give more --hosts, or fewer --stages"
+            f"{n} machines {needed} are needed, there is {there or 'none'}: "
+            "give more --hosts, more --stages, or a lower --min-vram"
         )
-    return Choice(tuple(found[:n]), tuple(found[n:]), "")
+    return Choice(tuple(large[:n]), tuple(large[n:]), "")
 
 
 def _terms(given: Given, need: Need, provider: Provider) -> Terms:
-    command = {
-        "vast": "exec python -m workers.node",
-        "local": f"exec {sys.executable} -m workers.node",
-        "ssh": f"exec {given.get('node_command') or 'pp-node'}",
-    }[provider.name]
     deadline = given["deadline"] or (HOLD_S if provider.name == "vast" else LONG_S)
     return Terms(
         image=given["image"],
-        command=command,
+        command=_command(provider.name, given),
         deadline=time.time() + deadline,
         budget_usd=given["budget_usd"],
         disk_gb=need.disk_gb,
@@ -172,6 +178,15 @@ def _terms(given: Given, need: Need, provider: Provider) -> Terms:
         patience=Patience.of(given["timeout"]),
         hf_token=given["worker_hf_token"] or "",
     )
+
+
+def _command(provider: str, given: Given) -> str:
+    """What starts a node, for a shell there."""
+    return {
+        "vast": "exec python -m workers.node",
+        "local": f"exec {quote(sys.executable)} -m workers.node",
+        "ssh": f"exec {given['node_command']}",
+    }[provider]
 
 
 def agree(rent: Rent, provider: Provider, given: Given, console: Console) -> None:

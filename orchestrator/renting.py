@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass, field, replace
 
+import redis
+
 from orchestrator import labels, sweep
 from orchestrator.acl import create_user, drop_user
 from orchestrator.ledger import Ledger
@@ -11,7 +13,9 @@ from orchestrator.run import Gate, Run
 from orchestrator.sweep import Leftover, Say
 from orchestrator.watch import START, Patience, Watch
 from pptasks.config import Settings, environment_elsewhere
+from pptasks.connect import explain
 from pptasks.errors import BadKey, BrokerError, CreatedAnyway, NoCredit, OfferGone, PPError, ProviderError
+from pptasks.keys import names_of
 from pptasks.plan import Plan
 
 
@@ -164,9 +168,13 @@ class Renter:
         return worker.to_env() if self._provider.name == "local" else environment_elsewhere(worker)
 
     def _lock_out(self, machine: Machine) -> None:
+        """And forget what it said, which would outlive it: the next machine of its stage speaks for itself."""
         if self._gate is not None:
             self._gate.dismiss(machine.peer)
+        run, stage = self._run, machine.stage
+        names = (run.keys.name(name) for name in names_of(stage, self._plan.n_stages))
         try:
-            drop_user(self._run.redis, self._run.settings.run, machine.stage)
-        except BrokerError as error:  # which is gone then, and its users with it
-            machine.note = str(error)
+            drop_user(run.redis, run.settings.run, stage)
+            run.redis.delete(run.keys.member(stage), run.keys.lock(stage), run.keys.log(stage), *names)
+        except (BrokerError, redis.RedisError) as error:  # which is gone then, and its users with it
+            machine.note = str(error) if isinstance(error, BrokerError) else explain(error)

@@ -32,6 +32,10 @@ class Stages:
             raise BrokerError(f"the broker was lost: {explain(e)}") from None
         return self.members
 
+    def forget(self, stage: int) -> None:
+        """What a stage said last: whoever said it has been replaced."""
+        self.members = {i: member for i, member in self.members.items() if i != stage}
+
     def progress(self) -> Progress:
         """How far each is in what it does, read anew; changes while one fetches or loads."""
         try:
