@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import pytest
 from tests.conftest import WaitUntil
 from tests.fake_vast import FakeVast, offers
 from tests.integration.run import ROOT, Command, Ended, assert_one_line, bound
+from tests.integration.test_hosts import Server
 from tests.integration.test_smoke_run import image
 
+NODES = ".local/state/pptasks/nodes/*/pptasks-*"  # in a host's home
 TOKENS = ("--tokens", "1,2,3", "--max-tokens", "8")
 
 
@@ -163,6 +166,36 @@ def test_rented_it_is_named_used_and_ended(tmp_path: Path, smollm2_gguf: Path) -
             ended = up.wait()
         assert (ended.code, fake.billing) == (0, [])
         assert fake.key not in ended.stderr + answer.stderr + down.stderr + down.stdout
+
+
+def test_hosts_by_ssh_answer_and_are_left_as_they_were(tmp_path: Path, goldens: Path) -> None:
+    if (ssh := shutil.which("ssh")) is None:
+        pytest.skip("needs the ssh client of OpenSSH")
+    server = Server(tmp_path)
+    try:
+        client = tmp_path / "bin" / "ssh"  # the system's, with a configuration of this test
+        client.parent.mkdir()
+        client.write_text(f'#!/bin/sh\nexec {ssh} -F {server.folder / "config"} "$@"\n')
+        client.chmod(0o755)
+        cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # of compiled kernels
+        node = f"env PYTHONPATH={ROOT} XDG_CACHE_HOME={cache} {sys.executable} -m workers.node"
+        argv = ("--hosts", "a,user", "--node-command", node, "--relay", "none", "--wire", "f32", "--json")
+        path = f"{client.parent}:{os.environ['PATH']}"
+        with Up(tmp_path, *argv, "--model", str(goldens / "llama-tied"), PATH=path) as up:
+            record = json.loads(up.said())
+            assert (record["where"], record["price_usd_hour"]) == ("ssh", 0)
+            done = up.pp("run", "--cluster", "default", "--json", *TOKENS)
+            assert done.returncode == 0, done.stderr
+            assert len(json.loads(done.stdout)["token_ids"]) == 8
+            nodes = [
+                list((server.homes / host).glob(".local/state/pptasks/nodes/*/pptasks-*")) for host in ("a", "user")
+            ]
+            assert [len(found) for found in nodes] == [1, 1]
+            up.signal(signal.SIGINT)
+            assert up.wait().code == 0
+        assert not list(server.homes.glob(f"*/{NODES}"))
+    finally:
+        server.close()
 
 
 def lives(pid: int) -> bool:
