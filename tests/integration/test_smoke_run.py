@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,8 +27,9 @@ def fake(smollm2_gguf: Path) -> Iterator[FakeVast]:
 
 
 def image() -> Callable[[Machine], Started]:
-    home = {name: os.environ[name] for name in ("HOME", "XDG_CACHE_HOME", "CC") if name in os.environ}
-    return lambda machine: run_args(replace(machine, env={"PYTHONPATH": str(ROOT), **home, **machine.env}))
+    inside = {name: os.environ[name] for name in ("HOME", "XDG_CACHE_HOME", "CC") if name in os.environ}
+    inside |= {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return lambda machine: run_args(replace(machine, env={**inside, **machine.env}))
 
 
 def smoke_run(folder: Path, fake: FakeVast, *argv: str, stdin: bytes = b"") -> Command:

@@ -187,10 +187,7 @@ def test_hosts_by_ssh_answer_and_are_left_as_they_were(tmp_path: Path, goldens: 
             done = up.pp("run", "--cluster", "default", "--json", *TOKENS)
             assert done.returncode == 0, done.stderr
             assert len(json.loads(done.stdout)["token_ids"]) == 8
-            nodes = [
-                list((server.homes / host).glob(".local/state/pptasks/nodes/*/pptasks-*")) for host in ("a", "user")
-            ]
-            assert [len(found) for found in nodes] == [1, 1]
+            assert [len(list((server.homes / host).glob(NODES))) for host in ("a", "user")] == [1, 1]
             up.signal(signal.SIGINT)
             assert up.wait().code == 0
         assert not list(server.homes.glob(f"*/{NODES}"))
