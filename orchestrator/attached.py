@@ -2,11 +2,13 @@
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from orchestrator.clusters import Record
-from orchestrator.run import is_live, state_folder
+from orchestrator.folders import state_folder
+from orchestrator.run import is_live
 from orchestrator.stages import Stages
 from pptasks.config import Settings
 from pptasks.connect import connect
@@ -67,4 +69,5 @@ def settings_of(record: Record) -> Settings:
         raise NoSuchCluster(f"cluster {record.name} is gone: pp up holds it no more; pp down {record.name} tidies up")
     if record.ready_s is None:
         raise NotReady(f"cluster {record.name} starts: wait until pp up says that it is ready")
-    return Settings.from_env(dict(record.settings))
+    mine = Settings.of_this_machine()
+    return replace(Settings.from_env(dict(record.settings)), hf_token=mine.hf_token, hf_home=mine.hf_home)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from orchestrator.run import state_folder
+from orchestrator.folders import state_folder
 from pptasks.errors import NoSuchCluster, StorageError, UsageError
 
 MAX_BYTES = 64 << 10
@@ -95,7 +95,8 @@ class Clusters:
         with suppress(NoSuchCluster):
             if self.read(name).run == run:
                 with self._told():
-                    self._path(name).unlink(missing_ok=True)
+                    for file in (self._path(name), *(self.folder / f"{name}.{end}" for end in ("out", "err"))):
+                        file.unlink(missing_ok=True)  # the latter are of a holder in the background
 
     def _names(self) -> list[str]:
         with self._told():

@@ -31,7 +31,8 @@ from pptasks.errors import (
 from pptasks.plan import Plan
 
 POLL_S = 0.2
-REPLACEMENTS = 2  # of one stage, until it is ready
+REPLACEMENTS = 2  # of one stage, until all have been ready for SETTLED_S
+SETTLED_S = 600.0
 UNANSWERED = 3  # creates without an answer, until we give up: each may have made a machine
 LOG_LINES = 20
 SENT_S = 1.5  # within which a machine sends what it wrote: more than workers/child.py waits between two sends
@@ -76,7 +77,7 @@ class Fleet:
     @property
     def price_usd_hour(self) -> float:
         """Of the machines that are there now."""
-        return sum(machine.offer.price_usd_hour for machine in self._places.values())
+        return sum(machine.price_usd_hour for machine in self._places.values())
 
     @property
     def spent_usd(self) -> float:
@@ -115,7 +116,8 @@ class Fleet:
         all_ready = len(members) == self.plan.n_stages and all(m.state == "ready" for m in members.values())
         self._all_ready_at = self._all_ready_at or time.monotonic() if all_ready else 0.0
         if self.stages.are_ready():
-            self._replaced = [0] * self.plan.n_stages
+            if time.monotonic() - self._all_ready_at > SETTLED_S:
+                self._replaced = [0] * self.plan.n_stages
             return True
         if all_ready and time.monotonic() - self._all_ready_at > self.terms.patience.step_s:
             raise NotReady("every stage is ready, but their names do not resolve: is another program at the broker?")
@@ -245,7 +247,7 @@ class Fleet:
         return Row(
             stage,
             str(machine),
-            machine.offer.price_usd_hour,
+            machine.price_usd_hour,
             "lost" if member is None and watch.heard_at is not None else state,
             1 if state == READY else member.done if member else 0,
             1 if state == READY else member.total if member else 0,

@@ -15,13 +15,14 @@ from rich.console import Console
 from orchestrator import offers, sweep, tables
 from orchestrator.board import Board
 from orchestrator.fleet import Fleet
+from orchestrator.folders import own_folder, state_folder
 from orchestrator.given import LONG_S, Given, how, is_terminal, open_elsewhere, open_here, settings_from
 from orchestrator.ledger import Ledger
 from orchestrator.offers import Choice
 from orchestrator.progress import Display
 from orchestrator.provider import Need, Offer, Provider
 from orchestrator.renting import Terms
-from orchestrator.run import Run, state_folder
+from orchestrator.run import Run
 from orchestrator.watch import Patience
 from pptasks import spec
 from pptasks.config import Settings
@@ -83,7 +84,7 @@ def provider_of(given: Given) -> Iterator[Provider]:
             key = click.prompt("vast.ai API key (not shown, not kept)", hide_input=True, err=True)
         if not key:
             raise UsageError("--vastai needs the key of an account: set VAST_API_KEY")
-        with Vast(key.strip(), given["vast_url"], pace=state_folder() / "pace") as vast:
+        with Vast(key.strip(), given["vast_url"], pace=own_folder(state_folder() / "pace")) as vast:
             yield vast
     else:
         from orchestrator.hosts import Hosts

@@ -46,7 +46,7 @@ _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _PROGRAM = re.compile(r"\s*(?:exec\s+)?([A-Za-z0-9_.+/~-]+)(?:\s|$)", re.ASCII)  # safe for a shell without quotes
-_NODE = re.compile(r"node (\S+) (starting|running|ended) (\S+) (\S+)", re.ASCII)
+_NODE = re.compile(r"node (\S+) (starting|running|ended) (\S+) (\S{1,12})", re.ASCII)
 _T = TypeVar("_T")
 
 
@@ -227,8 +227,9 @@ def _converse(argv: Sequence[str], mark: str, script: bytes, timeout_s: float) -
             _write(process, f"echo {mark} begins\n".encode())
             while True:
                 over = process.poll() is not None or time.monotonic() > deadline
-                said = os.pread(out.fileno(), MAX_ANSWER, 0).decode(errors="replace")
-                if over or len(said) >= MAX_ANSWER:
+                data = os.pread(out.fileno(), MAX_ANSWER, 0)
+                said = data.decode(errors="replace")
+                if over or len(data) >= MAX_ANSWER:
                     return begun, said
                 if not begun and f"{mark} begins\n" in said:
                     begun = True

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.run import state_folder
+from orchestrator.folders import own_folder, state_folder
 from pptasks.errors import ConfigError, StorageError
 
 PREFIX = "pptasks-"
@@ -87,7 +87,7 @@ def _read(path: Path) -> str:
 
 def _make(path: Path) -> None:
     """Whole or not at all, and the first of several processes wins."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    own_folder(path.parent)
     new = path.with_name(f"owner.{secrets.token_hex(4)}.new")
     try:
         with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

@@ -1,6 +1,7 @@
 """`pp ps`, `pp down`, `pp sweep`: what is up, what bills, and its end."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,9 +14,10 @@ from rich.console import Console
 from orchestrator import labels, listing, options
 from orchestrator.broker import purge
 from orchestrator.clusters import Clusters, Record
+from orchestrator.folders import own_folder, state_folder
 from orchestrator.ledger import Ledger, Rental
 from orchestrator.provider import Provider
-from orchestrator.run import is_live, state_folder
+from orchestrator.run import is_live
 from orchestrator.signals import uninterrupted
 from orchestrator.sweep import Leftover, end, no_access, still_billing, survey
 from orchestrator.vast import URL, Vast
@@ -43,7 +45,7 @@ def providers_at_hand(api_key: str | None, url: str | None, rows: Iterable[Renta
     if hosts := tuple(sorted({row.offer_id for row in rows if row.provider == "ssh"})):
         providers["ssh"] = Hosts.ssh(hosts)
     if api_key:
-        providers["vast"] = Vast(api_key.strip(), url or URL, pace=state_folder() / "pace")
+        providers["vast"] = Vast(api_key.strip(), url or URL, pace=own_folder(state_folder() / "pace"))
     return providers
 
 
@@ -183,8 +185,9 @@ def _end_cluster(record: Record, clusters: Clusters, ledger: Ledger, providers: 
 def _stop(record: Record, ledger: Ledger) -> None:
     """Have the holder end its run, and wait for it. Only who holds it is ever sent a signal."""
     try:
-        holder = psutil.Process(record.pid)
-        if holder.create_time() > record.started_at + 1:  # the process id is another's by now
+        holder = psutil.Process(max(record.pid, 0))
+        another = holder.create_time() > record.started_at + 1 or holder.uids().real != os.getuid()
+        if another or record.pid == 1:  # the process id is another's by now
             raise psutil.NoSuchProcess(record.pid)
         holder.terminate()  # checks the same once more
     except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -18,6 +18,8 @@ from pptasks.errors import BadKey, BrokerError, CreatedAnyway, NoCredit, OfferGo
 from pptasks.keys import names_of
 from pptasks.plan import Plan
 
+LATER_S = 3.0  # after the deadline, at which the run ends its machines, they stop by themselves
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -25,7 +27,7 @@ class Terms:
 
     image: str
     command: str  # for /bin/sh -c, in the image
-    deadline: float  # Unix time; each machine knows it too
+    deadline: float  # Unix time; each machine knows it too, see LATER_S
     budget_usd: float | None = None
     disk_gb: float = 20.0
     spot: bool = False
@@ -50,9 +52,14 @@ class Machine:
     note: str = ""
 
     @property
+    def price_usd_hour(self) -> float:
+        """As offered, or as it is billed if that is more."""
+        return max(self.offer.price_usd_hour, self.instance.price_usd_hour if self.instance else 0.0)
+
+    @property
     def cost_usd(self) -> float:
         """From the call that asked for it, which is a little too much."""
-        return self.offer.price_usd_hour * ((self.ended_at or time.time()) - self.asked_at) / 3600
+        return self.price_usd_hour * ((self.ended_at or time.time()) - self.asked_at) / 3600
 
     def __str__(self) -> str:
         place = f", {self.offer.geolocation}" if self.offer.geolocation else ""
@@ -149,7 +156,7 @@ class Renter:
         terms, settings = self._terms, self._run.settings
         user = create_user(self._run.redis, settings.run, machine.stage, self._plan.n_stages)
         broker = user.login(settings.broker)
-        env: dict[str, str] = {"PP_DEADLINE": str(int(terms.deadline))}
+        env: dict[str, str] = {"PP_DEADLINE": str(int(terms.deadline + LATER_S))}
         if self._gate is not None:
             from pptasks.connect import through
             from pptasks.peers import LinkSettings, new_key

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import platformdirs
 from filelock import FileLock, Timeout
 
 from orchestrator.broker import EmbeddedBroker, check_broker, purge, sweep
+from orchestrator.folders import own_folder, state_folder
 from orchestrator.process import Process, end_all, python
 from pptasks.config import Settings, bare_environment
 from pptasks.connect import connect
@@ -43,11 +43,6 @@ class Options:
     link: str = "direct"  # or "iroh"
     relay: str = "none"
     timeout_s: float = 120.0  # without any progress
-
-
-def state_folder() -> Path:
-    """What outlives a command: rented machines, named clusters, logs of failed runs."""
-    return platformdirs.user_state_path("pptasks", appauthor=False)
 
 
 def is_live(run: str) -> bool:
@@ -151,7 +146,7 @@ class Run:
     def _make_folder(self) -> None:
         """The folder for this run's logs; those of failed runs go after a week."""
         try:
-            self.folder.mkdir(parents=True, mode=0o700)
+            own_folder(self.folder)
             for old in self.folder.parent.iterdir():
                 if time.time() - old.stat().st_mtime > KEEP_LOGS_S and not is_live(old.name):
                     shutil.rmtree(old, ignore_errors=True)

@@ -20,6 +20,7 @@ from orchestrator import options
 from orchestrator.board import Board
 from orchestrator.clusters import Clusters, Record
 from orchestrator.fleet import Fleet
+from orchestrator.folders import own_folder
 from orchestrator.given import LINKED_GRACE_S, LONG_S, Given, how, is_terminal, open_here, settings_from
 from orchestrator.hire import rented
 from orchestrator.joined import Joined
@@ -126,7 +127,7 @@ def _recorded(name: str, cluster: Fleet | Joined, model: str, given: Given) -> I
             record,
             ready_s=cluster.ready_s,
             price_usd_hour=cluster.price_usd_hour,
-            settings=cluster.settings.to_env(),
+            settings=replace(cluster.settings, hf_token="", hf_home=None).to_env(),  # not what is the user's
         )
         clusters.write(ready)
         return ready
@@ -156,8 +157,9 @@ def _detach(name: str, given: Given) -> None:
     if given["vastai"] and not given["yes"] and not given["dry_run"]:
         raise UsageError("--detach asks nothing: give --yes (--dry-run shows the price)")
     clusters = Clusters.of_user()
-    clusters.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    own_folder(clusters.folder)
     secrets = {"VAST_API_KEY": given["api_key"], "PP_WORKER_HF_TOKEN": given["worker_hf_token"]}
+    secrets["PP_BROKER"] = given["broker"]
     env = os.environ | {variable: value for variable, value in secrets.items() if value}
     with ExitStack() as stack:
         out, err = (stack.enter_context(_Said(clusters.folder / f"{name}.{end}")) for end in ("out", "err"))
@@ -196,7 +198,7 @@ class _Said:
 
     def __init__(self, path: Path):
         self._is_error = path.suffix == ".err"
-        self.file = open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_APPEND, 0o600), "r+b")  # noqa: SIM115
+        self.file = open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600), "r+b")  # noqa: SIM115
         self._path, self._told = path, 0
 
     def __enter__(self) -> "_Said":
@@ -217,7 +219,7 @@ class _Said:
 def _arguments() -> list[str]:
     """What this command was given, without what must not be in an argument list, or is the holder's own."""
     context, given = click.get_current_context(), list[str]()
-    ours = ("name", "detach", "api_key", "worker_hf_token")
+    ours = ("name", "detach", "api_key", "worker_hf_token", "broker")
     for param in context.command.params:
         if param.name in ours or context.get_parameter_source(param.name or "") is not ParameterSource.COMMANDLINE:
             continue

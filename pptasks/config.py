@@ -183,8 +183,8 @@ def _choice(variable: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def without_account() -> dict[str, str]:
-    """Our environment without the key that rents machines: for any process that we start."""
-    return {k: v for k, v in os.environ.items() if k != "VAST_API_KEY"}
+    """Our environment without keys to accounts that are not settings: for any process that we start."""
+    return {k: v for k, v in os.environ.items() if k not in ("VAST_API_KEY", "HUGGING_FACE_HUB_TOKEN")}
 
 
 def bare_environment() -> dict[str, str]:

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 import psutil
 
-from pptasks.config import Settings
+from pptasks.config import Settings, bare_environment
 from pptasks.errors import PPError
 from pptasks.modelinfo import OUTPUT, OUTPUT_NORM, ModelConfig
 from workers.loader import choose_compiler
@@ -60,7 +60,7 @@ def _free_of_nvidia() -> int | None:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=True)
+        done = subprocess.run(query, env=bare_environment(), capture_output=True, text=True, timeout=SMI_S, check=True)
         return int(done.stdout) << 20
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

@@ -26,6 +26,7 @@ from types import MappingProxyType
 
 from filelock import FileLock, Timeout
 
+from pptasks.config import bare_environment
 from pptasks.errors import ModelError
 
 OnProgress = Callable[[str, int, int], None]  # what ("download"), done, total; bytes
@@ -171,7 +172,9 @@ def _pip_download(source: Source, scratch: Path, log: Path, on_progress: OnProgr
     command = ["download", *options, "--dest", str(scratch), source.requirement]
     python = [sys.executable, "-c", _PIP, str(os.getpid()), str(temporary)]
     with log.open("wb") as out:
-        child = subprocess.Popen([*python, *command], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(
+            [*python, *command], env=bare_environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+        )
         try:
             while (code := _wait(child)) is None:
                 done = max(done, min(_largest(temporary), total))

@@ -21,10 +21,11 @@ from click.testing import CliRunner, Result
 import orchestrator.vastcalls as vastcalls
 from orchestrator import labels, manage, sweep
 from orchestrator.clusters import Clusters, Record
+from orchestrator.folders import own_folder, state_folder
 from orchestrator.hosts import Hosts
 from orchestrator.ledger import Ledger
 from orchestrator.provider import Need, Order
-from orchestrator.run import is_live, state_folder
+from orchestrator.run import is_live
 from orchestrator.vast import Vast
 from pptasks.config import Settings
 from pptasks.errors import NoSuchCluster, PPError
@@ -38,7 +39,7 @@ LATER = 4_000_000_000
 HOLDER = """
 import signal, sys, time
 from filelock import FileLock
-from orchestrator.run import state_folder
+from orchestrator.folders import own_folder, state_folder
 held = state_folder() / "runs" / sys.argv[1] / "held"
 held.parent.mkdir(parents=True)
 with FileLock(held):
@@ -119,7 +120,7 @@ def label(run: str = RUN, stage: int = 0, deadline: int = LATER, owner: str = ""
 def rent(fake: FakeVast, n: int, run: str = RUN) -> list[str]:
     """As a run does it: intended, created."""
     ledger, made = Ledger.of_user(), []
-    with Vast(fake.key, fake.url, pace=state_folder() / "pace") as provider:
+    with Vast(fake.key, fake.url, pace=own_folder(state_folder() / "pace")) as provider:
         for stage, offer in enumerate(provider.search(Need(8 * 10**9))[:n]):
             text = label(run, stage)
             ledger.intend(text, run=run, stage=stage, provider="vast", offer_id=offer.id, deadline=LATER)
