@@ -124,7 +124,7 @@ def create_guest(admin: redis.Redis, run: str, seat: int) -> User:
 
 
 def _create(admin: redis.Redis, name: str, given: list[str], password: str | None) -> User:
-    user = User(name, password or secrets.token_urlsafe(24))
+    user = User(name, password or secrets.token_hex(24))
     digest = hashlib.sha256(user.password.encode()).hexdigest()  # the password itself is not sent
     try:
         for script in SCRIPTS:

@@ -73,7 +73,7 @@ class Pacer:
         if self._folder is None:
             yield
             return
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         last = self._folder / f"{kind}.last"
         with FileLock(self._folder / f"{kind}.lock", mode=0o600):
             if last.exists():  # of a clock that was set, no more than the gap
