@@ -71,8 +71,7 @@ def rules(run: str, stage: int, n_stages: int, db: int = 0) -> list[str]:
     Each selector, in parentheses, allows some commands on some keys and channels, and only together.
     """
     keys = Keys(run)
-    own = [keys.lock(stage), keys.member(stage), keys.log(stage)]
-    own += [keys.name(name) for name in names_of(stage, n_stages)]
+    own = [keys.lock(stage), keys.member(stage), *(keys.name(name) for name in names_of(stage, n_stages))]
     receivers = {stage_queue((stage + 1) % n_stages), stage_queue(0)} - {stage_queue(stage)}
     names = [f"_kombu.{table}.{exchange}" for table in ("binding", "binding_permanent") for exchange in _EXCHANGES]
     channel = f"&{keys.prefix}/{db}."
@@ -82,7 +81,8 @@ def rules(run: str, stage: int, n_stages: int, db: int = 0) -> list[str]:
 
     queue = stage_queue(stage)
     worker = [
-        _selector((f"%RW~{key}" for key in own), "set get del evalsha pttl pexpire rpush ltrim expire"),
+        _selector((f"%RW~{key}" for key in own), "set get getrange del evalsha pttl pexpire"),
+        _selector((f"%RW~{keys.log(stage)}",), "rpush ltrim expire"),
         _selector((f"%R~{keys.lease}",), "exists"),
         _selector(kombu("%RW", queue), "brpop llen lpush"),  # a push gives back what was not begun
         *(_selector(kombu("%W", receiver), "lpush") for receiver in sorted(receivers)),
@@ -97,7 +97,7 @@ def rules(run: str, stage: int, n_stages: int, db: int = 0) -> list[str]:
         _selector((f"{channel}celeryev/worker.*",), "publish"),
     ]
     head = [
-        _selector((f"%R~{keys.prefix}member:*",), "get"),
+        _selector((f"%R~{keys.prefix}member:*",), "get getrange"),
         _selector((f"%RW~{keys.stream('*')}",), "xadd expire del"),
         _selector((f"%RW~{keys.prefix}celery-task-meta-*", f"&{keys.prefix}celery-task-meta-*"), "get setex publish"),
         _selector((f"{channel}celeryev/*",), "publish"),

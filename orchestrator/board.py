@@ -13,6 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pptasks import shown
+
 PAUSE_S = 10.0  # between two plain lines about the bytes of one stage
 REFRESH_HZ = 4.0
 _BYTES = ("download", "check", "load")  # states whose progress is counted in bytes
@@ -93,7 +95,7 @@ class Board:
     def say(self, line: str) -> None:
         """One line that stays, above the table."""
         if not self._quiet:
-            self._console.print(Text(line), soft_wrap=True)
+            self._console.print(Text(shown.line(line)), soft_wrap=True)
 
     def _is_news(self, row: Row) -> bool:
         """Another state, or more bytes after a while. Notes what was told."""
@@ -126,7 +128,7 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         trip = "" if row.rtt_ms is None else f"{row.rtt_ms:.1f} ms"
         texts = str(row.stage), row.offer, f"{row.price_usd_hour:.3f}", row.state, _amount(row), trip, row.note
-        made.add_row(*map(Text, texts))
+        made.add_row(*(Text(shown.line(text)) for text in texts))
     return made
 
 

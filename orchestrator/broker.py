@@ -40,18 +40,22 @@ _PORT_TRIES = 5
 _LOG_LINES = 5
 _PR_SET_PDEATHSIG = 1
 
+# A stage's machine may write what it likes into its keys and queues, and leave unread what it asked for: the limits
+# keep that from taking this machine's memory. No run meets them: a command or an answer holds one frame (16 MiB at
+# most), with a few of them on their way at once. Beyond 1gb the largest client is cut off.
 _CONFIG = """\
 bind {host}
 port {port}
 requirepass {password}
 dir {folder}
 save ""
-appendonly no
+maxmemory 2gb
 maxmemory-policy noeviction
+maxmemory-clients 1gb
+client-query-buffer-limit 128mb
+client-output-buffer-limit normal 128mb 0 0
 proto-max-bulk-len 64mb
 loglevel warning
-logfile ""
-daemonize no
 """
 
 logger = logging.getLogger(__name__)
@@ -156,9 +160,7 @@ class EmbeddedBroker:
                 preexec_fn=_dies_with_parent(),
             )
         except (ValkeyBinaryNotFoundError, OSError, subprocess.SubprocessError) as error:
-            raise BrokerError(
-                f"cannot start the embedded broker: {error}; give a Redis with --broker redis://..."
-            ) from None
+            raise BrokerError(f"cannot start a broker here: {error}; give a Redis with --broker redis://...") from None
         pipe = self._process.stdin
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError), pipe:  # it ended at once: the wait says why

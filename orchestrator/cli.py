@@ -22,6 +22,7 @@ from orchestrator.manage import down, ps, sweep
 from orchestrator.progress import Display
 from orchestrator.signals import interrupt_once
 from orchestrator.up import join, up
+from pptasks import shown
 from pptasks.errors import PPError, RequestFailed, StageFailed, StillBilling, UsageError, VerifyFailed
 from pptasks.plan import make_plan
 from pptasks.request import MAX_TOKENS, Request
@@ -62,9 +63,9 @@ def _errors() -> Iterator[None]:
 
 
 def _tell(error: PPError) -> None:
-    click.echo(f"error: {error}", err=True)
+    click.echo(f"error: {shown.plain(str(error))}", err=True)
     for line in error.log if isinstance(error, StageFailed) else ():
-        click.echo(f"  | {line}", err=True)
+        click.echo(f"  | {shown.line(line)}", err=True)
 
 
 @click.group(cls=CLI, context_settings=options.HELP)
@@ -100,7 +101,7 @@ def run(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as
         else:
             click.echo("" if report["text"].endswith("\n") else "\n", nl=False)
     if not given["quiet"]:
-        console.print(tables.closing_line(report), highlight=False, soft_wrap=True)
+        console.print(tables.closing_line(report), markup=False, highlight=False, soft_wrap=True)
     if report["finish_reason"] == "cancelled":
         sys.exit(FAILED)
 
@@ -186,7 +187,7 @@ def verify(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool,
     if as_json:
         click.echo(json.dumps(report))
     elif found is not None and not given["quiet"]:
-        click.echo(report["text"])
+        _print_text(report["text"] + "\n")
         Console().print(tables.verification_table(report))
     if found is None:
         raise VerifyFailed("the request was cancelled before it could be verified")
@@ -219,7 +220,7 @@ def smoke_run(as_json: bool, **given: Any) -> None:
         if not report["text"].strip():
             raise RequestFailed("the reply is empty: `pp run --json` shows its token ids")
         if not given["quiet"]:
-            console.print(tables.closing_line(report), highlight=False, soft_wrap=True)
+            console.print(tables.closing_line(report), markup=False, highlight=False, soft_wrap=True)
 
 
 def _request(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, given: Mapping[str, Any]) -> Request:
@@ -263,7 +264,9 @@ def _token_ids(tokens: str) -> tuple[int, ...]:
 
 
 def _print_text(text: str) -> None:
-    click.echo(text, nl=False)
+    """Whoever wrote the text must not rule a terminal; a pipe or a file gets every byte of it."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    click.echo(shown.plain(text) if is_terminal else text, nl=False, color=True)  # else click leaves some bytes out
 
 
 for command in (up, join, ps, down, sweep):

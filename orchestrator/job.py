@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.stages import Cluster
+from pptasks.answer import TIMINGS
 from pptasks.app import make_app
 from pptasks.client import Client
 from pptasks.errors import RequestFailed
@@ -29,19 +30,24 @@ class Job:
         ids: list[int] = []
         text: list[str] = []
         try:
-            self._follow(request_id, ids, text, on_text)
+            self._follow(request_id, request.max_tokens, ids, text, on_text)
         except KeyboardInterrupt:
             self._client.cancel(request_id)
             return _cancelled(ids, text)
         return self._client.result(request_id)
 
-    def _follow(self, request_id: str, ids: list[int], text: list[str], on_text: Callable[[str], None]) -> None:
+    def _follow(
+        self, request_id: str, most: int, ids: list[int], text: list[str], on_text: Callable[[str], None]
+    ) -> None:
         heard, at = time.monotonic(), self._cluster.stages.progress()
         for piece in self._client.stream(request_id):
             self._cluster.check()
             if piece is not None:
                 heard = time.monotonic()
                 ids.extend(piece.ids)
+                if len(ids) > most:
+                    self._client.cancel(request_id)
+                    raise RequestFailed(f"more than the {most} tokens that were asked for came: stage 0 is not honest")
                 text.append(piece.text)
                 on_text(piece.text)
             elif (now_at := self._cluster.stages.progress()) != at:  # a verification fetches and loads layers
@@ -76,12 +82,11 @@ def describe(cluster: Cluster, model: Model, result: dict[str, Any]) -> dict[str
 
 
 def _cancelled(ids: list[int], text: list[str]) -> dict[str, Any]:
-    nothing = dict.fromkeys(("prefill_s", "decode_s", "tokens_per_s", "hop_us_p50", "hop_us_p99"))
     return {
         "text": "".join(text),
         "token_ids": ids,
         "prompt_token_ids": [],
         "finish_reason": "cancelled",
         "seed": None,
-        "timings": nothing,
+        "timings": dict.fromkeys(TIMINGS),
     }

@@ -44,6 +44,7 @@ class Table:
     def __init__(self, run: "Run", gate: "Gate"):
         self._run, self._gate, self._redis, self._keys = run, gate, run.redis, run.keys
         self._peers: dict[int, str] = {}  # of each seat: the id of its link
+        self._stage_peers: dict[int, str] = {}  # of each stage that is given
         self.dealt: dict[int, Guest] = {}  # of each stage, once it is assigned: who has it
 
     def invite(self, n: int) -> list[Invitation]:
@@ -127,10 +128,15 @@ class Table:
         for stage, guest in self.dealt.items():
             if guest.seat == seat:
                 drop_user(self._redis, self._run.settings.run, stage)
+                self._gate.dismiss(self._stage_peers[stage])
         self._gate.dismiss(self._peers[seat])
 
     def _write(self, stage: int, seat: int, deal: Deal, settings: Settings, deadline: float) -> None:
+        from pptasks.peers import new_key
+
         n_stages = len(deal.seats)
+        key, self._stage_peers[stage] = new_key()
+        self._gate.admit(self._stage_peers[stage])
         user = create_user(self._redis, settings.run, stage, n_stages)
         db = self._redis.connection_pool.connection_kwargs.get("db") or 0
         theirs = replace(
@@ -138,7 +144,7 @@ class Table:
             broker=user.login(f"redis://broker:6379/{db}"),
         )  # fmt: skip
         with self._broker():
-            record = Assignment(theirs, deadline).to_json()
+            record = Assignment(theirs, key, deadline).to_json()
             self._redis.set(self._keys.guest_stage(seat), record, ex=ASSIGNMENT_TTL_S)
 
     def _has_answered(self, stage: int, guest: Guest | None, is_late: bool) -> bool:
@@ -151,6 +157,7 @@ class Table:
 
     def _end_seat(self, seat: int) -> None:
         drop_guest(self._redis, self._run.settings.run, seat)
+        self._gate.dismiss(self._peers[seat])
         with self._broker():
             self._redis.delete(self._keys.guest(seat), self._keys.guest_lock(seat), self._keys.guest_stage(seat))
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from orchestrator.clusters import Record
 from orchestrator.labels import Label
 from orchestrator.sweep import Leftover, Survey
+from pptasks.shown import line
 
 Entry = dict[str, Any]
 _MONEY = {"$/h": "price_usd_hour", "$ so far": "cost_usd"}
@@ -129,8 +130,11 @@ def _use(left: str | None, ours: bool) -> str:
 def _text(name: str, value: Any) -> str:
     if value is None:
         return "-"
-    if name in ("since", "deadline"):
-        return time.strftime("%m-%d %H:%M", time.localtime(value))
-    if name in ("price_usd_hour", "cost_usd"):
-        return f"{value:.3f}" if name == "price_usd_hour" else f"{value:.4f}"
-    return str(value)
+    try:
+        if name in ("since", "deadline"):
+            return time.strftime("%m-%d %H:%M", time.localtime(value))
+        if name in ("price_usd_hour", "cost_usd"):
+            return f"{value:.3f}" if name == "price_usd_hour" else f"{value:.4f}"
+    except (ValueError, OverflowError, OSError):  # no time of a calendar, or beyond a float
+        return "?"
+    return line(str(value))

@@ -12,7 +12,18 @@ from pptasks.errors import BrokerError, NotReady
 from pptasks.keys import ENTRY, EXIT, Keys, stage_name
 from pptasks.members import Member, check_ready, read_members, resolve
 from pptasks.plan import Plan
+from pptasks.shown import MAX_LINE, line
 from pptasks.wire import key_id
+
+# The last ARGV[1] elements of a list, each cut to ARGV[2] bytes, one at a time: whoever wrote them chose their size.
+_TAIL = """
+local tail = {}
+for i = -ARGV[1], -1 do
+    local element = redis.call('LINDEX', KEYS[1], i)
+    if element then tail[#tail + 1] = string.sub(element, 1, ARGV[2]) end
+end
+return tail
+"""
 
 Progress = tuple[tuple[int, str, int], ...]
 
@@ -55,12 +66,13 @@ class Stages:
         return f"{', '.join(phases)} {'was' if len(late) == 1 else 'were'} not ready"
 
     def log(self, stage: int, lines: int) -> tuple[str, ...]:
-        """The last lines that the machine of a stage sent (workers/node.py), oldest first; none if there are none."""
+        """The last lines that the machine of a stage sent (workers/node.py), oldest first, as they may be shown; none
+        if there are none."""
         try:
-            raw = self._redis.lrange(self._keys.log(stage), -lines, -1)
+            raw = self._redis.eval(_TAIL, 1, self._keys.log(stage), lines, MAX_LINE)
         except redis.RedisError:
             return ()
-        return tuple(line.decode(errors="replace") if isinstance(line, bytes) else line for line in raw)
+        return tuple(line(sent.decode(errors="replace")) for sent in raw)
 
     def _names_resolve(self) -> bool:
         try:

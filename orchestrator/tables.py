@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from orchestrator.offers import Choice
 from orchestrator.provider import Offer
 from pptasks.modelinfo import Model, memory_bytes, nbytes
 from pptasks.plan import Plan, cache_bytes, stage_bytes
 from pptasks.remote.wheel import Source as Wheel
+from pptasks.shown import line
 from pptasks.spec import ALIASES
 
 Row = dict[str, Any]
@@ -36,10 +38,12 @@ def _stage_row(model: Model, plan: Plan, stage: int) -> dict[str, Any]:
 
 
 def plan_table(rows: Sequence[Row], title: str) -> Table:
-    table = Table("stage", "blocks", "also", "MB to load", "MB of weights", "MB of KV cache", "MB in all", title=title)
+    table = Table(
+        "stage", "blocks", "also", "MB to load", "MB of weights", "MB of KV cache", "MB in all", title=_title(title)
+    )
     for row in rows:
         sizes = row["bytes"], row["memory_bytes"], row["kv_bytes"], row["memory_bytes"] + row["kv_bytes"]
-        table.add_row(str(row["stage"]), _span(row["span"]), row["also"], *(f"{size / 1e6:,.1f}" for size in sizes))
+        _add(table, str(row["stage"]), _span(row["span"]), row["also"], *(f"{size / 1e6:,.1f}" for size in sizes))
     return table
 
 
@@ -69,9 +73,10 @@ def offers_table(rows: Sequence[Row], price_usd_hour: float) -> Table:
     )  # fmt: skip
     for row in rows:
         needs = "-" if row["needs_gb"] is None else str(row["needs_gb"])
-        table.add_row(
-            "spare" if row["stage"] is None else str(row["stage"]), row["offer"], row["gpu"], str(row["vram_gb"]),
-            needs, row["place"], f"{row['down_mbps']:.0f}", f"{row['reliability']:.1%}", f"{row['usd_hour']:.3f}",
+        _add(
+            table, "spare" if row["stage"] is None else str(row["stage"]), row["offer"], row["gpu"],
+            str(row["vram_gb"]), needs, row["place"], f"{row['down_mbps']:.0f}", f"{row['reliability']:.1%}",
+            f"{row['usd_hour']:.3f}",
         )  # fmt: skip
     return table
 
@@ -89,7 +94,7 @@ def known_models() -> list[Row]:
 def models_table(rows: Sequence[Row]) -> Table:
     table = Table("name", "download", "what", "from")
     for row in rows:
-        table.add_row(*(row[column] for column in ("name", "size", "description", "source")))
+        _add(table, *(row[column] for column in ("name", "size", "description", "source")))
     return table
 
 
@@ -100,23 +105,25 @@ def summary(reports: Sequence[Row]) -> Row:
 
 
 def bench_table(summary: Row, column: str, title: str) -> Table:
-    table = Table("figure", column, title=title)
+    table = Table("figure", column, title=_title(title))
     for name, value in summary["timings"].items():
         digits = 3 if name.endswith("_s") and name != "tokens_per_s" else 1
-        table.add_row(name, "-" if value is None else f"{value:,.{digits}f}")
+        _add(table, name, "-" if value is None else f"{value:,.{digits}f}")
     for stage in summary["stages"]:
-        table.add_row(f"stage {stage['stage']} weights_bytes", f"{stage['weights_bytes']:,}")
+        _add(table, f"stage {stage['stage']} weights_bytes", f"{stage['weights_bytes']:,}")
     return table
 
 
 def verification_table(report: Mapping[str, Any]) -> Table:
     found = report["verification"]
     table = Table("stage", "blocks", "device", "values differ", "by at most", "from position")
-    for stage, check in zip(report["stages"], found["stages"], strict=True):
+    there = {stage["stage"]: stage for stage in report["stages"]}
+    for check in found["stages"]:
+        stage = there.get(check["stage"], {"span": (), "device": "gone", "kernels": "-"})
         first = "-" if check["first_position"] is None else str(check["first_position"])
         largest = "not a number" if check["max_abs_diff"] is None else f"{check['max_abs_diff']:.3g}"
         figures = f"{check['values_differ']:,}", largest, first
-        table.add_row(str(stage["stage"]), _span(stage["span"]), f"{stage['device']} ({stage['kernels']})", *figures)
+        _add(table, str(check["stage"]), _span(stage["span"]), f"{stage['device']} ({stage['kernels']})", *figures)
     return table
 
 
@@ -127,8 +134,17 @@ def closing_line(report: Mapping[str, Any]) -> str:
 
 
 def _span(span: Sequence[int]) -> str:
-    """Escaped: rich takes a bracket for markup."""
-    return "[{}, {})".format(*span).replace("[", r"\[")
+    return "[{}, {})".format(*span) if span else "-"
+
+
+def _title(text: str) -> Text:
+    """As rich shows a title, but for what is in brackets."""
+    return Text(line(text), style="table.title")
+
+
+def _add(table: Table, *cells: str) -> None:
+    """A row whose texts come from elsewhere: a bracket is no markup, and no character a command."""
+    table.add_row(*(Text(line(cell)) for cell in cells))
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from pptasks.errors import BadKey, ConfigError, NoAnswer, ProviderError
 from pptasks.remote.webfile import retry_after
+from pptasks.shown import plain
 from pptasks.spec import is_loopback
 
 MAX_ANSWER = 4 << 20  # bytes; 64 offers are about 200 kB
@@ -34,7 +35,6 @@ TIMEOUT = httpx.Timeout(20.0, connect=10.0)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _GRAM = 8  # so many characters of a secret in a row are not shown
 _SECRET = re.compile(r"(?=[A-Za-z_-]{0,99}[0-9])[A-Za-z0-9_-]{24,}")  # keys, digests, tickets, passwords look like this
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class Pacer:
@@ -116,7 +116,7 @@ class Scrubber:
                 if lower[i : i + size] in self._grams:
                     hidden[i : i + size] = b"\1" * size
         shown = "".join("\0" if secret else letter for letter, secret in zip(text, hidden, strict=True))
-        return _CONTROL.sub("", re.sub("\0+", "***", shown))
+        return plain(re.sub("\0+", "***", shown))
 
     def message(self, text: str) -> str:
         """One short line for an error: also without what only looks like a secret."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
-from celery import Celery
-from celery.exceptions import TaskRevokedError
+from celery import Celery, states
 from celery.result import AsyncResult
 from kombu.exceptions import OperationalError
 
 from pptasks import stream
+from pptasks.answer import checked, told
 from pptasks.connect import connect, explain
-from pptasks.errors import BrokerError, PPError, RequestFailed
+from pptasks.errors import BrokerError, RequestFailed
 from pptasks.keys import Keys
 from pptasks.request import Request
 from pptasks.stream import Piece
@@ -54,31 +54,43 @@ class Client:
                 yield piece
                 if piece is None and was_ready:
                     return
-                was_ready = piece is None and AsyncResult(request_id, app=self.app).ready()
+                was_ready = piece is None and _has_ended(AsyncResult(request_id, app=self.app))
         finally:
             client.close()
 
     def result(self, request_id: str, timeout_s: float = RESULT_WAIT_S) -> dict[str, Any]:
-        """What the head stored when the request ended.
+        """What the head stored when the request ended, as `answer.checked` gives it.
 
-        Raises what the head raised (RequestError, RequestFailed), or RequestFailed when it was cancelled or nothing
-        comes in time.
+        Raises what the head raised (see `answer.told`), or RequestFailed when it was cancelled, nothing comes in time,
+        or what comes is no answer.
         """
         result = AsyncResult(request_id, app=self.app)
         deadline = time.monotonic() + timeout_s
-        while not result.ready():
+        while not _has_ended(result):
             if time.monotonic() > deadline:
                 raise RequestFailed(f"request {request_id} has no result after {timeout_s:.0f} s")
             time.sleep(0.02)
         try:
-            return result.get(disable_sync_subtasks=False)
-        except PPError:
-            raise
-        except TaskRevokedError:
-            raise RequestFailed(f"request {request_id} was cancelled") from None
+            state, stored = result.state, result.result  # which raises no exception that was stored
         except Exception as e:
-            raise RequestFailed(f"request {request_id} failed: {type(e).__name__}: {e}") from None
+            why = f"what its head stored cannot be read: {type(e).__name__}"
+            raise RequestFailed(f"request {request_id}: {why}") from None
+        if state == states.REVOKED:
+            raise RequestFailed(f"request {request_id} was cancelled")
+        if state != states.SUCCESS:
+            raise told(request_id, stored)
+        return checked(request_id, stored)
 
     def cancel(self, request_id: str) -> None:
         """Ask the head to stop a request; it ends within a lap. The same as Celery's `revoke`."""
         self.app.control.revoke(request_id)
+
+
+def _has_ended(result: AsyncResult) -> bool:
+    """Whether the head has stored something; also what nobody can read."""
+    try:
+        return result.ready()
+    except (redis.ConnectionError, redis.TimeoutError):
+        return False  # the broker may come back
+    except Exception:
+        return True

@@ -5,13 +5,15 @@ Each side distrusts the other's: a guest may be anybody's machine, and a run's o
 
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from pptasks import spec
 from pptasks.config import Settings
-from pptasks.errors import ConfigError
+from pptasks.errors import ConfigError, ModelNotFound
 
 MAX_SEATS = 64
 MAX_RECORD_BYTES = 32 << 10
@@ -60,27 +62,34 @@ class Guest:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A stage for a guest. `settings.broker` has the stage's own login; host and port of it do not matter."""
+    """A stage for a guest. `settings.broker` has the stage's own login; host and port of it do not matter.
+
+    link_key: of the stage's own link, 64 hex digits; the ticket's key is void from then on.
+    """
 
     settings: Settings
+    link_key: str = field(repr=False)
     deadline: float = math.inf  # Unix time
 
     def to_json(self) -> str:
         """Without what is the guest's own."""
         variables = {name: value for name, value in self.settings.to_env().items() if name in OF_THE_RUN}
-        return json.dumps({"deadline": self.deadline if self.deadline < math.inf else 0, "variables": variables})
+        deadline = self.deadline if self.deadline < math.inf else 0
+        return json.dumps({"deadline": deadline, "link_key": self.link_key, "variables": variables})
 
     @classmethod
-    def from_json(cls, raw: bytes | str, run: str, mine: Settings) -> "Assignment":
+    def from_json(cls, raw: bytes | str, run: str, mine: Settings, *, trust: bool = False) -> "Assignment":
         """What the guest will do: the run's variables, and its own cache, compiler and access to models from `mine`.
 
         Raises ConfigError for any variable but those of a run (LD_PRELOAD would run the owner's code on the guest),
-        another run's name, or a broker that is more than a login: the guest has its own way to it.
+        another run's name, or a broker that is more than a login: the guest has its own way to it. And without `trust`
+        for a model that only this machine has: what it computes goes to the owner. Its token is not used either then.
         """
         try:
             record = _object(raw)
             deadline, variables = record.pop("deadline"), record.pop("variables")
-            if record or not isinstance(variables, dict) or not _is_time(deadline):
+            key = record.pop("link_key")
+            if record or not isinstance(variables, dict) or not _is_time(deadline) or not _is_key(key):
                 raise ValueError("another form")
         except (ValueError, KeyError):
             raise ConfigError("the assignment cannot be read: use the same version of pptasks on both sides") from None
@@ -90,7 +99,10 @@ class Assignment:
             raise ConfigError("the assignment is refused: it has another run, no stage or no secret")
         _check_broker(settings.broker)
         own = {f.name: getattr(mine, f.name) for f in fields(Settings) if f.metadata["env"] in OF_THE_GUEST}
-        return cls(replace(settings, lease=True, **own), deadline or math.inf)
+        if not trust:
+            _check_model(settings.model)
+            own |= {"hf_token": "", "hf_home": None}
+        return cls(replace(settings, lease=True, **own), key, deadline or math.inf)
 
 
 def _object(raw: bytes | str) -> dict[str, Any]:
@@ -105,7 +117,24 @@ def _object(raw: bytes | str) -> dict[str, Any]:
 
 
 def _is_time(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= float(value) < math.inf  # type: ignore[arg-type]
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _check_model(model: str) -> None:
+    try:
+        wanted = spec.parse(model)
+    except ModelNotFound as e:
+        raise ConfigError(f"the assignment is refused: {e}") from None
+    host = urlsplit(wanted.url).hostname if isinstance(wanted, spec.Url) else None
+    if isinstance(wanted, spec.Local) or (host and spec.is_loopback(host)):
+        raise ConfigError(
+            "the assignment is refused: its model is a file or a server of this machine alone; if you trust who runs "
+            "it, join with PP_JOIN_TRUST=1"
+        )
 
 
 def _check_variables(variables: Mapping[str, object]) -> None:

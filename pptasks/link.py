@@ -31,6 +31,7 @@ import hmac
 import json
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -54,7 +55,8 @@ ONLINE_S = 10.0  # within which a relay must answer
 CLOSE_S = 0.5  # a polite close waits for the other end, which may be gone
 BACKOFF_S, LONGEST_BACKOFF_S = 0.25, 5.0
 ALLOW_POLL_S = 0.25
-MAX_STREAMS, MAX_PEERS = 1024, 256  # streams of one peer; peers of a server
+MAX_STREAMS, MAX_PEERS = 128, 256  # streams of one peer, a worker needs a dozen; peers of a server
+MAX_OPEN = 0.75  # share of the files that this process may open: what the streams of all peers may take
 MAX_GREETING = 64  # connections of a server whose proof is still awaited
 RECEIVE_WINDOW = 128 * 1024 * 1024  # bytes of one peer that may wait here unread
 FAILED = 1  # error code of every reset and of every close that is not the process's end
@@ -147,7 +149,8 @@ class Server:
         self.target, self.allow_file = settings.target_address(), Path(settings.allow)
         self.allowed = read_allow(self.allow_file)
         self.peers: dict[str, iroh.Connection] = {}
-        self.greeting = 0
+        self.greeting = self.open = 0  # connections whose proof is awaited; streams
+        self.most_open = int(MAX_OPEN * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -164,9 +167,12 @@ class Server:
             await asyncio.sleep(ALLOW_POLL_S)
 
     def _enforce_allow_list(self) -> None:
-        """Read the list again and cut off who is not on it; a list that cannot be read allows nobody."""
+        """Read the list again and cut off who is not on it; a list that cannot be read allows nobody. Without a free
+        file to read it with, the last one counts: no peer is to cut off the others."""
         try:
             self.allowed = read_allow(self.allow_file)
+        except OSError as error:
+            log.warning("the allow-list is not read again: %s", error.strerror)
         except LinkError as error:
             if self.allowed:
                 log.error("nobody is allowed: %s", error)
@@ -232,13 +238,18 @@ class Server:
                 await send.write_all(await receive.read_exact(1))
 
     async def _stream(self, stream: iroh.BiStream) -> None:
+        if self.open >= self.most_open:
+            await reset(stream)
+            return
+        self.open += 1
         try:
             reader, writer = await asyncio.open_connection(*self.target, limit=CHUNK)
+            await forward(reader, writer, stream)
         except OSError as error:
             log.warning("target %s:%d: %s", *self.target, error.strerror or type(error).__name__)
             await reset(stream)
-        else:
-            await forward(reader, writer, stream)
+        finally:
+            self.open -= 1
 
 
 async def serve(settings: LinkSettings) -> None:
@@ -374,6 +385,13 @@ def copy_bytes_in_one_go() -> None:
     iroh.iroh_ffi._UniffiRustBufferBuilder.write = write  # type: ignore[method-assign]
 
 
+def open_many_files() -> None:
+    """As many as we may: each stream is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def die_with_parent(settings: LinkSettings) -> None:
     """Let Linux send SIGTERM when the thread that started this process ends. Raises LinkError if it is gone already."""
     if not settings.die_with_parent or sys.platform != "linux":
@@ -400,6 +418,7 @@ def main(args: list[str]) -> int:
         settings = LinkSettings.from_environ(os.environ)
         die_with_parent(settings)
         copy_bytes_in_one_go()
+        open_many_files()
         asyncio.run(until_signalled(args[0], settings))
     except PPError as error:
         print(f"pptasks.link: {error}", file=sys.stderr)

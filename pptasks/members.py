@@ -13,12 +13,15 @@ from typing import Any
 
 import redis
 
+from pptasks.config import MAX_STAGES
 from pptasks.errors import NotReady, PlanError, StageFailed
 from pptasks.keys import Keys
 from pptasks.plan import Plan, Span
 from pptasks.probe import expected
+from pptasks.shown import MAX_LINE, line
 
 _MAX_RECORD = 64 << 10
+_MAX_TEXT, _MAX_NUMBER = 300, 1 << 60
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Member:
 
     @classmethod
     def from_json(cls, raw: bytes | str) -> "Member":
-        """Raises ValueError for what is no member record."""
+        """Its texts are cut and made harmless to a terminal. Raises ValueError for what is no member record, or has a
+        figure out of bounds."""
         try:
             record = json.loads(raw) if len(raw) <= _MAX_RECORD else None
         except RecursionError:
@@ -63,15 +67,38 @@ class Member:
             span is None or (isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span))
         ):
             raise ValueError("a member record with a field of another type")
-        return cls(**known, span=None if span is None else (span[0], span[1]))
+        if not all(_is_in_bounds(value) for value in [*known.values(), *(span or ())]) or known["stage"] >= MAX_STAGES:
+            raise ValueError("a member record with a figure out of bounds")
+        shown = {
+            name: line(value, MAX_LINE if name == "error" else _MAX_TEXT)
+            for name, value in known.items()
+            if isinstance(value, str)
+        }
+        return cls(**known | shown, span=None if span is None else (span[0], span[1]))
+
+
+def _is_in_bounds(value: object) -> bool:
+    return not isinstance(value, int | float) or 0 <= value <= _MAX_NUMBER  # which NaN is not
 
 
 def read_member(client: redis.Redis, keys: Keys, stage: int) -> Member | None:
-    raw = client.get(keys.member(stage))
+    """None if nobody says hello, or what is said is no record of that stage."""
     try:
-        return Member.from_json(raw) if raw else None
+        member = Member.from_json(_read(client, keys.member(stage)))
     except ValueError:
         return None
+    return member if member.stage == stage else None
+
+
+def _read(client: redis.Redis, key: str) -> bytes | str:
+    """The start of a record, as long as one may be; empty if there is none, or another type of key in its place: its
+    owner may write anything."""
+    try:
+        return client.getrange(key, 0, _MAX_RECORD)
+    except redis.ResponseError as e:
+        if str(e).startswith("WRONGTYPE"):
+            return b""
+        raise
 
 
 def read_members(client: redis.Redis, keys: Keys, n_stages: int) -> dict[int, Member]:
@@ -81,11 +108,17 @@ def read_members(client: redis.Redis, keys: Keys, n_stages: int) -> dict[int, Me
 
 def resolve(client: redis.Redis, keys: Keys, name: str) -> Mapping[str, Any]:
     """Where a name such as pp-entry is served: queue, node, stage, incarnation. Raises NotReady if nobody answers to
-    it."""
-    raw = client.get(keys.name(name))
-    if raw is None:
+    it, or with what is no record."""
+    raw = _read(client, keys.name(name))
+    if not raw:
         raise NotReady(f"nobody answers to {name} in run {keys.run}: is its worker up and ready?")
-    return json.loads(raw)
+    try:
+        where = json.loads(raw) if len(raw) <= _MAX_RECORD else None
+    except (ValueError, RecursionError):
+        where = None
+    if not isinstance(where, dict):
+        raise NotReady(f"what answers to {name} in run {keys.run} is no record: replace its worker")
+    return where
 
 
 def check_ready(members: Mapping[int, Member], plan: Plan, key_id: str = "") -> bool:

@@ -16,6 +16,7 @@
 """
 
 import contextlib
+import errno
 import hmac
 import ipaddress
 import os
@@ -107,13 +108,16 @@ def write_allow(path: Path, ids: Iterable[str]) -> None:
 
 
 def read_allow(path: Path) -> frozenset[str]:
-    """The allowed peer ids, one a line. Raises LinkError when the file is missing, too large, or open to others."""
+    """The allowed peer ids, one a line. Raises LinkError when the file is missing, too large, or open to others, and
+    OSError when this process cannot open one file more."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
                 raise LinkError(f"the allow-list {path} must be its owner's alone; chmod 600 it")
             text = file.read(MAX_ALLOW_BYTES + 1)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         raise LinkError(f"the allow-list {path} cannot be read: {error.strerror}") from None
     if len(text) > MAX_ALLOW_BYTES:
         raise LinkError(f"the allow-list {path} exceeds {MAX_ALLOW_BYTES} bytes")

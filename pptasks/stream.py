@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 import redis
 
+from pptasks.errors import RequestFailed
 from pptasks.keys import Keys
 
 KEEP_S = 3600
+_AT_ONCE, _MAX_ENTRY = 16, 64 << 10  # entries of a read, and bytes of one: a token's text is short
+_ENDS = ("ok", "failed", "cancelled")
 _POLL_MS = 1000  # under redis-py's socket timeout, so that a broken link is seen
 
 
@@ -45,12 +48,12 @@ def write(client: redis.Redis, keys: Keys, request_id: str, number: int, piece: 
 
 def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | None]:
     """Pieces as they come, from the first; None once a second while there is nothing new, so that the caller can look
-    around."""
+    around. Raises RequestFailed for an entry that is no piece."""
     last = "0"
     key = keys.stream(request_id)
     while True:
         try:
-            found = client.xread({key: last}, block=_POLL_MS)
+            found = client.xread({key: last}, count=_AT_ONCE, block=_POLL_MS)
         except (redis.ConnectionError, redis.TimeoutError):
             time.sleep(_POLL_MS / 1000)
             found = None
@@ -59,10 +62,31 @@ def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | N
             continue
         for entry_id, fields in _entries(found):
             last = entry_id
-            entry = json.loads(fields[b"e"])
-            yield Piece(tuple(entry.get("ids", ())), entry.get("text", ""), entry.get("end"))
-            if "end" in entry:
+            try:
+                piece = _piece(fields)
+            except (ValueError, RecursionError):
+                which = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
+                raise RequestFailed(
+                    f"entry {which} of the answer to request {request_id} is no piece of text"
+                ) from None
+            yield piece
+            if piece.end:
                 return
+
+
+def _piece(fields: dict[bytes, bytes]) -> Piece:
+    """Raises ValueError or RecursionError for fields that `write` did not write."""
+    raw = fields.get(b"e", b"")
+    entry = json.loads(raw) if len(raw) <= _MAX_ENTRY else None
+    if not isinstance(entry, dict):
+        raise ValueError("not a piece")
+    ids, text, end = entry.get("ids", []), entry.get("text", ""), entry.get("end")
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+        raise ValueError("a piece with other things than token ids")
+    if not isinstance(text, str) or not (end in _ENDS if "end" in entry else ids):
+        raise ValueError("a piece without text, or with an unknown end")
+    text.encode()  # half a surrogate cannot be written anywhere
+    return Piece(tuple(ids), text, end)
 
 
 def _entries(found: object) -> list[tuple[str, dict[bytes, bytes]]]:

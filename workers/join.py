@@ -1,6 +1,7 @@
 """`python -m workers.join`: this machine takes a seat of a run, is given a stage of it, and serves that.
 
-PP_INVITATION is the ticket that `pp up --join` printed (pptasks/invitation.py). The link comes up, the seat's lock is
+PP_INVITATION is the ticket that `pp up --join` printed (pptasks/invitation.py). PP_JOIN_TRUST=1: whoever runs it may
+name a model of this machine's disk or network, and use its Hugging Face token. The link comes up, the seat's lock is
 taken, the machine is probed and measured (appraise.py), and says what it can do for as long as it waits. With its
 stage it goes on as workers/node.py does: by another link, with another Redis user, and with its own cache and access
 to models. Progress goes to stderr.
@@ -45,7 +46,7 @@ SOCKET_TIMEOUT_S = 3.0  # below BROKER_GRACE_S and TTL_S
 _COUNT = re.compile(rb"(\d{1,3})/(\d{1,3})", re.ASCII)
 
 
-async def sit(invited: Invitation, log: Log) -> Job:
+async def sit(invited: Invitation, trust: bool, log: Log) -> Job:
     """Take the seat, say what this machine can do, and wait for a stage. Raises PPError."""
     mine = Settings.of_this_machine()
     async with linked(invited, log) as client, taken(client, invited, log) as seat:
@@ -64,7 +65,7 @@ async def sit(invited: Invitation, log: Log) -> Job:
                         seat.guest, phase="wait", device=able.device, memory_bytes=able.memory_bytes, speed=able.speed
                     )
                     log.write(f"pptasks: {_able(able)}".encode())
-            given = Assignment.from_json(seat.stage, invited.run, mine)
+            given = Assignment.from_json(seat.stage, invited.run, mine, trust=trust)
             log.write(f"pptasks: {_given(given)}".encode())
         except PPError as error:
             seat.guest = replace(seat.guest, phase="failed", error=_one_line(error))
@@ -73,7 +74,7 @@ async def sit(invited: Invitation, log: Log) -> Job:
             await _end(appraising)
         seat.guest = replace(seat.guest, phase="start")
         await seat.beat()  # the seat's user ends now: what follows is the stage's to say
-    return Job(given.settings, _link_of(invited), given.deadline)
+    return Job(given.settings, replace(_link_of(invited), key=given.link_key), given.deadline)
 
 
 @contextlib.asynccontextmanager
@@ -117,14 +118,14 @@ async def appraise(mine: Settings, log: Log) -> Appraisal:
     return Appraisal(**json.loads(said))
 
 
-async def join(invited: Invitation) -> int:
+async def join(invited: Invitation, trust: bool) -> int:
     """Until told to stop, or as workers/node.py ends. Raises PPError."""
     secrets = (str(invited), invited.link_key, invited.link_secret, invited.ticket, invited.password)
     signalled, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled.set)
     told = asyncio.create_task(signalled.wait())
-    sitting = asyncio.create_task(sit(invited, Log("", secrets)))
+    sitting = asyncio.create_task(sit(invited, trust, Log("", secrets)))
     await asyncio.wait([sitting, told], return_when=asyncio.FIRST_COMPLETED)
     await _end(told, sitting)
     if signalled.is_set() or sitting.cancelled():
@@ -170,7 +171,9 @@ def main(args: list[str]) -> int:
     try:
         if args:
             raise ConfigError("usage: python -m workers.join, with the ticket in PP_INVITATION")
-        return asyncio.run(join(invitation.parse(os.environ.get("PP_INVITATION", ""))))
+        return asyncio.run(
+            join(invitation.parse(os.environ.get("PP_INVITATION", "")), os.environ.get("PP_JOIN_TRUST") == "1")
+        )
     except PPError as error:
         print(f"pptasks: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

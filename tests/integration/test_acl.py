@@ -1,9 +1,10 @@
 """Workers with users of their own on a real Valkey: they can do their job, and nothing else."""
 
 import contextlib
+import json
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pptasks.config import Settings
 from pptasks.connect import connect
 from pptasks.errors import BrokerError
 from pptasks.keys import Keys
+from pptasks.members import Member, read_member, read_members
 from pptasks.membership import Lease
 from tests.conftest import WaitUntil
 from tests.integration.hand import by_hand, send, stock_app
@@ -104,6 +106,16 @@ def test_a_request_for_the_wrong_stage_ends_no_worker(
         wait_until(lambda: any("celery-task-meta-" in what[3] for what in refused(admin)), 30, "stage 1 answers it")
         result = send(app, tokens=PROMPT, max_tokens=len(GREEDY))
         assert result.get(timeout=60)["token_ids"] == GREEDY
+
+
+def test_a_worker_reads_the_start_of_its_record_and_the_head_of_everyones(workers: list[redis.Redis]) -> None:
+    """GETRANGE: a record is read no further than one may be long."""
+    for stage, worker in enumerate(workers):
+        worker.set(KEYS.member(stage), json.dumps(asdict(Member(stage=stage))))
+        found = read_member(worker, KEYS, stage)
+        assert found is not None
+        assert found.stage == stage
+    assert set(read_members(workers[0], KEYS, 3)) == {0, 1, 2}
 
 
 # ---- what it must not ----

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,11 @@ with EmbeddedBroker() as broker:
     print(broker.pid, flush=True)
     time.sleep(60)
 """
+
+
+def consume(answers: Iterable[object]) -> None:
+    for _ in answers:
+        pass
 
 
 def _password(broker: EmbeddedBroker) -> str:
@@ -55,6 +60,26 @@ def test_serves_with_a_password_on_loopback_and_leaves_nothing(tmp_path: Path, m
     assert not process.is_running()
     assert list(tmp_path.iterdir()) == []
     assert not broker.is_running
+
+
+def test_its_memory_is_bounded(broker: EmbeddedBroker) -> None:
+    with redis.Redis.from_url(broker.url) as client:
+        bounds = client.config_get("maxmemory", "maxmemory-clients", "client-query-buffer-limit")
+        assert bounds == {
+            "maxmemory": str(2 << 30), "maxmemory-clients": str(1 << 30), "client-query-buffer-limit": str(128 << 20),
+        }  # fmt: skip
+
+
+def test_who_leaves_its_answers_unread_is_cut_off(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client, redis.Redis.from_url(redis_url, socket_timeout=5) as greedy:
+        client.set("x", b"x" * (16 << 20))  # one frame
+        held = greedy.connection_pool.get_connection()
+        for _ in range(20):
+            held.send_command("GET", "x")
+        with pytest.raises(redis.ConnectionError):
+            consume(held.read_response() for _ in range(20))
+        held.disconnect()
+        assert client.get("x")
 
 
 def test_a_restart_keeps_the_url() -> None:

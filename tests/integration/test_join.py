@@ -75,6 +75,7 @@ class Joining:
         """A machine with the ticket of a seat. shares_cache: of compiled kernels, with those of other tests."""
         if shares_cache:
             variables = {"XDG_CACHE_HOME": str(self.folder.parent / "cache")} | variables
+        variables = {"PP_JOIN_TRUST": "1"} | variables  # the models of these tests are files
         home = self.folder / f"home{len(self.machines)}"
         self.machines.append(Machine(home, ticket or str(self.invitations[seat - 1]), **variables))
         return self.machines[-1]
@@ -262,7 +263,7 @@ def test_an_assignment_that_the_machine_refuses(
 ) -> None:
     joining = make(1)
     run, machine = joining.run, joining.start(1)
-    given = json.loads(Assignment(replace(run.settings, num_stages=1, stage=0, split="5")).to_json())
+    given = json.loads(Assignment(replace(run.settings, num_stages=1, stage=0, split="5"), "0f" * 32).to_json())
     given["variables"] |= {"PP_BROKER": "redis://u:p@h:1/0"} | variables
     run.redis.set(run.keys.guest_stage(1), json.dumps(given))
     assert machine.ended() == 2

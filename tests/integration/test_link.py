@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import secrets
 import select
 import signal
@@ -110,7 +111,7 @@ class Ends:
         client = self.start("connect", settings)
         up = client.ready()
         assert up["id"] == peer
-        return Pair(server, client, up["port"], ticket)
+        return Pair(server, client, up["port"], ticket, peer)
 
     def close(self) -> None:
         for end in self.started:
@@ -126,6 +127,7 @@ class Pair:
     client: End
     port: int
     ticket: str
+    peer: str
 
 
 @pytest.fixture
@@ -189,6 +191,22 @@ def test_many_connections_at_once(shared: Pair, broker: EmbeddedBroker) -> None:
 
     with ThreadPoolExecutor(n) as pool:
         assert list(pool.map(use, range(n))) == [[f"{i}.{j}".encode() for j in range(5)] for i in range(n)]
+
+
+def test_a_greedy_peer_does_not_cut_off_the_others(ends: Ends, broker: EmbeddedBroker) -> None:
+    greedy = ends.pair()
+    settings, peer = ends.connecting(greedy.ticket)
+    write_allow(ends.allow, [greedy.peer, peer])
+    honest = ends.start("connect", settings).ready()
+    resource.prlimit(greedy.server.process.pid, resource.RLIMIT_NOFILE, (200, 200))
+    with contextlib.ExitStack() as stack, client_at(honest["port"], broker) as client:
+        for _ in range(300):  # as many as it can have: each is a file of the server's
+            opened = stack.enter_context(socket.create_connection(("127.0.0.1", greedy.port)))
+            opened.sendall(b"PING")
+        for _ in range(20):  # the allow-list is read meanwhile
+            assert answers(client)
+            time.sleep(0.1)
+    assert "nobody is allowed" not in greedy.server.said()
 
 
 @pytest.fixture

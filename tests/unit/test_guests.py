@@ -13,18 +13,19 @@ from pptasks.errors import ConfigError
 from pptasks.guests import MAX_RECORD_BYTES, MAX_TEXT, OF_THE_GUEST, OF_THE_RUN, Assignment, Guest
 
 GUEST = Guest(3, "laptop", "wait", "CPU (x86_64)", 8 << 30, 1e10)
+KEY = "0f" * 32  # of a link
 MINE = Settings(cache=Path("/mine"), cc="/mine/cc", hf_endpoint="https://mine", hf_token="mine", hf_home=Path("/h"))
 THEIRS = Settings(
-    stage=1, num_stages=2, model="m", broker="redis://user:pw@h:1/3", run="r", secret="ab" * 32, split="1,2",
+    stage=1, num_stages=2, model="smollm2:135m", broker="redis://user:pw@h:1/3", run="r", secret="ab" * 32, split="1,2",
     cache=Path("/theirs"), cc="/theirs/cc", hf_endpoint="https://theirs", hf_token="theirs", slots=7,
 )  # fmt: skip
 
 
-def assigned(**changes: Any) -> Assignment:
-    record = json.loads(Assignment(THEIRS).to_json())
+def assigned(*, trust: bool = False, **changes: Any) -> Assignment:
+    record = json.loads(Assignment(THEIRS, KEY).to_json())
     record["variables"] |= changes
     record["variables"] = {name: value for name, value in record["variables"].items() if value is not None}
-    return Assignment.from_json(json.dumps(record), "r", MINE)
+    return Assignment.from_json(json.dumps(record), "r", MINE, trust=trust)
 
 
 def test_a_guest_comes_back_as_it_was() -> None:
@@ -63,15 +64,16 @@ def test_a_record_of_texts_as_long_as_they_may_be_fits() -> None:
 
 
 def test_a_guest_does_what_the_run_says_with_what_is_its_own() -> None:
-    done = assigned()
+    done = assigned(trust=True)
     mine = {name: getattr(MINE, name) for name in ("cache", "cc", "hf_endpoint", "hf_token", "hf_home")}
     assert done.settings == replace(THEIRS, lease=True, **mine)
-    assert done.deadline == math.inf
-    assert Assignment.from_json(Assignment(THEIRS, 17.5).to_json(), "r", MINE).deadline == 17.5
+    assert (done.deadline, done.link_key) == (math.inf, KEY)
+    assert KEY not in repr(done)
+    assert Assignment.from_json(Assignment(THEIRS, KEY, 17.5).to_json(), "r", MINE).deadline == 17.5
 
 
 def test_nothing_of_the_owners_machine_is_sent() -> None:
-    sent = Assignment(THEIRS).to_json()
+    sent = Assignment(THEIRS, KEY).to_json()
     assert "theirs" not in sent
     assert not OF_THE_GUEST & set(json.loads(sent)["variables"])
 
@@ -118,8 +120,30 @@ def test_an_assignment_that_does_not_hold_is_refused(changes: dict[str, Any], to
     assert ":p@" not in str(raised.value)
 
 
-@pytest.mark.parametrize("deadline", [-1, "1", True, None, math.nan, math.inf])
+@pytest.mark.parametrize("deadline", [-1, "1", True, None, math.nan, math.inf, 10**400])
 def test_a_deadline_that_is_none(deadline: object) -> None:
-    record = json.loads(Assignment(THEIRS).to_json()) | {"deadline": deadline}
+    record = json.loads(Assignment(THEIRS, KEY).to_json()) | {"deadline": deadline}
     with pytest.raises(ConfigError):
         Assignment.from_json(json.dumps(record), "r", MINE)
+
+
+@pytest.mark.parametrize("key", [None, 1, "", "0f" * 31, "0F" * 32, "0f" * 33])
+def test_a_link_key_that_is_none(key: object) -> None:
+    record = json.loads(Assignment(THEIRS, KEY).to_json()) | {"link_key": key}
+    with pytest.raises(ConfigError):
+        Assignment.from_json(json.dumps(record), "r", MINE)
+
+
+@pytest.mark.parametrize(
+    "model", ["/home/me/private.gguf", "./x", "http://127.0.0.1:8500/x.gguf", "http://[::1]/x.gguf"]
+)
+def test_what_only_this_machine_has_is_for_an_owner_who_is_trusted(model: str) -> None:
+    with pytest.raises(ConfigError, match="PP_JOIN_TRUST"):
+        assigned(MODEL=model)
+    assert assigned(MODEL=model, trust=True).settings.model == model
+
+
+def test_the_guests_token_is_for_an_owner_who_is_trusted() -> None:
+    settings = assigned(MODEL="owner/private").settings
+    assert (settings.hf_token, settings.hf_home) == ("", None)
+    assert assigned(MODEL="owner/private", trust=True).settings.hf_token == "mine"

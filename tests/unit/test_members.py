@@ -123,6 +123,24 @@ def test_json_that_is_no_record_is_a_value_error(raw: bytes) -> None:
         Member.from_json(raw)
 
 
+def test_texts_are_cut_and_harmless() -> None:
+    texts = dict.fromkeys(("error", "device", "phase", "node", "host"), "a\x1b]0;b\x07\nerror: c\u202e" + "x" * 5000)
+    record = asdict(Member.from_json(json.dumps({"stage": 0, **texts})))
+    for name in texts:
+        assert record[name] == ("a]0;b error: c" + "x" * 5000)[: 2000 if name == "error" else 300]
+
+
+@pytest.mark.parametrize(
+    "field",
+    ['"done": -1', '"total": 1e999', '"total": 2000000000000000000', f'"done": {10**400}', '"pid": -5',
+     '"rtt_ms": NaN', '"rtt_ms": Infinity', '"rtt_ms": -1.0', '"span": [-1, 2]', f'"span": [0, {10**30}]',
+     '"stage": 1024', '"stage": -1'],
+)  # fmt: skip
+def test_a_figure_out_of_bounds_is_a_value_error(field: str) -> None:
+    with pytest.raises(ValueError, match="record"):
+        Member.from_json(f'{{"stage": 0, {field}}}')
+
+
 def test_a_device_that_multiplies_wrongly_is_named() -> None:
     for probe in ("0" * 16, ""):
         with pytest.raises(StageFailed, match=r"^stage 1 \(pp-stage-1@here\): GPU7 multiplies matrices wrongly"):
