@@ -25,7 +25,8 @@ from pptasks.keys import Keys, names_of, stage_name, stage_queue
 
 SCRIPTS = (Lock.LUA_EXTEND_SCRIPT, Lock.LUA_RELEASE_SCRIPT, REFRESH_BINDING, SWEEP_BINDINGS)
 # AUTH and HELLO need no right. CLIENT SETINFO and SELECT come with each connection.
-_ROOT = "+ping +time +select +multi +exec +script|exists +client|setinfo"
+_GUEST_ROOT = "+ping +select +script|exists +client|setinfo"
+_ROOT = f"{_GUEST_ROOT} +time +multi +exec"
 # The exchanges of remote control and events. Workers refresh and sweep kombu's tables of them; those of the queues,
 # which no sweep touches, are not among them: without one, a client's requests would be lost.
 _EXCHANGES = ("celery.pidbox", "reply.celery.pidbox", "celeryev")
@@ -62,7 +63,7 @@ def guest_rules(run: str, seat: int) -> list[str]:
         _selector((f"%R~{keys.guest_stage(seat)}", f"%R~{keys.guests}"), "get"),
         _selector((f"%R~{keys.lease}",), "exists"),
     ]
-    return ["-@all", "resetkeys", "resetchannels", *_ROOT.split(), *guest]
+    return ["-@all", "resetkeys", "resetchannels", *_GUEST_ROOT.split(), *guest]
 
 
 def rules(run: str, stage: int, n_stages: int, db: int = 0) -> list[str]:
@@ -82,7 +83,7 @@ def rules(run: str, stage: int, n_stages: int, db: int = 0) -> list[str]:
     queue = stage_queue(stage)
     worker = [
         _selector((f"%RW~{key}" for key in own), "set get getrange del evalsha pttl pexpire"),
-        _selector((f"%RW~{keys.log(stage)}",), "rpush ltrim expire"),
+        _selector((f"%RW~{keys.log(stage)}",), "rpush ltrim expire"),  # apart: no list can take a record's place
         _selector((f"%R~{keys.lease}",), "exists"),
         _selector(kombu("%RW", queue), "brpop llen lpush"),  # a push gives back what was not begun
         *(_selector(kombu("%W", receiver), "lpush") for receiver in sorted(receivers)),

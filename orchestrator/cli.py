@@ -217,6 +217,8 @@ def smoke_run(as_json: bool, **given: Any) -> None:
             answer = Job(cluster, given["timeout"]).run(request, (lambda text: None) if as_json else _print_text)
             report = describe(cluster, model, answer)
             click.echo(json.dumps(report) if as_json else "")
+        if report["finish_reason"] == "cancelled":
+            raise KeyboardInterrupt
         if not report["text"].strip():
             raise RequestFailed("the reply is empty: `pp run --json` shows its token ids")
         if not given["quiet"]:

@@ -5,9 +5,9 @@
     guests = table.wait(on_change, check)
     table.assign(deal(model, run.settings, guests), run.settings)
 
-A guest's user can only say hello and read its own assignment; with that it gets its stage's user, and its own ends at
-once, so that a ticket which is used again, or found, opens nothing any more. Until then a machine that leaves makes
-room for the next one with its ticket.
+A guest's user can only say hello and read its own assignment; with that it gets its stage's user and the key of a
+link of its own. The ticket's user and its link end at once, so that a ticket which is used again, or found, opens
+nothing any more. Until then a machine that leaves makes room for the next one with its ticket.
 """
 
 import math

@@ -16,7 +16,7 @@ _OF_A_HEAD = (
     errors.StorageError, errors.ModelError, errors.ModelNotFound, errors.ModelFileError, errors.Unsupported,
     errors.DownloadError, errors.NeedsToken, errors.ProbeFailed,
 )  # fmt: skip
-_MAX = 1 << 60
+_MAX = (1 << 64) - 1  # of a seed
 _MAX_WORD = 40
 TIMINGS = ("prefill_s", "decode_s", "tokens_per_s", "hop_us_p50", "hop_us_p99")
 

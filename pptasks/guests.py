@@ -3,6 +3,7 @@
 Each side distrusts the other's: a guest may be anybody's machine, and a run's owner must not rule the guest's.
 """
 
+import ipaddress
 import json
 import math
 import re
@@ -20,7 +21,10 @@ MAX_RECORD_BYTES = 32 << 10
 MAX_TEXT = 300  # characters of what a guest says
 MAX_VALUE = 4096  # characters of a variable
 MAX_MEMORY_BYTES, MAX_SPEED = 1 << 50, 1e16
+NOBODY = "nobody"  # folder of the cache, never made: huggingface_hub's without a login
 OF_THE_GUEST = {"PP_CACHE", "CC", "HF_ENDPOINT", "HF_TOKEN", "HF_HOME"}  # its own, whatever the run's owner has
+_PUBLIC_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.[a-z][a-z0-9-]*")
+_HOME_DOMAINS = (".localhost", ".local", ".internal", ".lan", ".home.arpa")  # RFC 6761, 6762, 8375; customary ones
 OF_THE_RUN = {f.metadata["env"] for f in fields(Settings)} - OF_THE_GUEST
 
 
@@ -83,7 +87,8 @@ class Assignment:
 
         Raises ConfigError for any variable but those of a run (LD_PRELOAD would run the owner's code on the guest),
         another run's name, or a broker that is more than a login: the guest has its own way to it. And without `trust`
-        for a model that only this machine has: what it computes goes to the owner. Its token is not used either then.
+        for a model that only this machine has: what it computes goes to the owner. Then nothing of huggingface_hub's
+        folder is used either, neither the token that is kept there nor what that has fetched.
         """
         try:
             record = _object(raw)
@@ -101,7 +106,7 @@ class Assignment:
         own = {f.name: getattr(mine, f.name) for f in fields(Settings) if f.metadata["env"] in OF_THE_GUEST}
         if not trust:
             _check_model(settings.model)
-            own |= {"hf_token": "", "hf_home": None}
+            own |= {"hf_token": "", "hf_home": mine.cache / NOBODY}
         return cls(replace(settings, lease=True, **own), key, deadline or math.inf)
 
 
@@ -130,11 +135,22 @@ def _check_model(model: str) -> None:
     except ModelNotFound as e:
         raise ConfigError(f"the assignment is refused: {e}") from None
     host = urlsplit(wanted.url).hostname if isinstance(wanted, spec.Url) else None
-    if isinstance(wanted, spec.Local) or (host and spec.is_loopback(host)):
+    if isinstance(wanted, spec.Local) or (host is not None and not _is_public(host)):
         raise ConfigError(
-            "the assignment is refused: its model is a file or a server of this machine alone; if you trust who runs "
-            "it, join with PP_JOIN_TRUST=1"
+            "the assignment is refused: its model is a file of this machine or on a server of its network; if you "
+            "trust who runs it, join with PP_JOIN_TRUST=1"
         )
+
+
+def _is_public(host: str) -> bool:
+    """Whether a URL's host is not on this machine or its network by its very text. Where a public name leads is not
+    asked: behind it a server must have a certificate for that name."""
+    host = host.rstrip(".")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name; a resolver also takes 127.1 and 0x7f000001 for addresses
+        return _PUBLIC_NAME.fullmatch(host) is not None and not host.endswith(_HOME_DOMAINS)
+    return address.is_global and not address.is_multicast
 
 
 def _check_variables(variables: Mapping[str, object]) -> None:

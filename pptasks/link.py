@@ -56,6 +56,7 @@ CLOSE_S = 0.5  # a polite close waits for the other end, which may be gone
 BACKOFF_S, LONGEST_BACKOFF_S = 0.25, 5.0
 ALLOW_POLL_S = 0.25
 MAX_STREAMS, MAX_PEERS = 128, 256  # streams of one peer, a worker needs a dozen; peers of a server
+MAX_FILES = 10_000  # to ask for: macOS grants no more, and a broker has as many clients
 MAX_OPEN = 0.75  # share of the files that this process may open: what the streams of all peers may take
 MAX_GREETING = 64  # connections of a server whose proof is still awaited
 RECEIVE_WINDOW = 128 * 1024 * 1024  # bytes of one peer that may wait here unread
@@ -150,7 +151,8 @@ class Server:
         self.allowed = read_allow(self.allow_file)
         self.peers: dict[str, iroh.Connection] = {}
         self.greeting = self.open = 0  # connections whose proof is awaited; streams
-        self.most_open = int(MAX_OPEN * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.most_open = int(MAX_OPEN * (MAX_FILES if files == resource.RLIM_INFINITY else min(MAX_FILES, files)))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -386,10 +388,12 @@ def copy_bytes_in_one_go() -> None:
 
 
 def open_many_files() -> None:
-    """As many as we may: each stream is one."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """As many as we may, within reason: each stream is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if resource.RLIM_INFINITY != soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def die_with_parent(settings: LinkSettings) -> None:

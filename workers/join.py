@@ -1,10 +1,11 @@
 """`python -m workers.join`: this machine takes a seat of a run, is given a stage of it, and serves that.
 
 PP_INVITATION is the ticket that `pp up --join` printed (pptasks/invitation.py). PP_JOIN_TRUST=1: whoever runs it may
-name a model of this machine's disk or network, and use its Hugging Face token. The link comes up, the seat's lock is
-taken, the machine is probed and measured (appraise.py), and says what it can do for as long as it waits. With its
-stage it goes on as workers/node.py does: by another link, with another Redis user, and with its own cache and access
-to models. Progress goes to stderr.
+name a model of this machine's disk or network, and use its Hugging Face login and cache.
+
+The link comes up, the seat's lock is taken, the machine is probed and measured (appraise.py), and says what it can do
+for as long as it waits. With its stage it goes on as workers/node.py does: by another link, with another Redis user,
+and with its own cache and access to models. Progress goes to stderr.
 
 Exit code: 0 stopped by SIGTERM or SIGINT, at any time; 1 the run is gone, the seat is taken or dismissed, or this
 machine is not fit; 2 the ticket or the environment does not hold; otherwise that of workers/node.py.
@@ -85,7 +86,8 @@ async def linked(invited: Invitation, log: Log) -> AsyncIterator[Redis]:
         announced = await link.stdout.readline() if link.stdout else b""
         if not announced:
             raise LinkError(
-                "the run cannot be reached: the reason is above; is it still there, and this seat not dismissed?"
+                "the run cannot be reached: the reason is above; is it still there, and this seat neither dismissed "
+                "nor given a stage?"
             )
         log.write(b"pptasks: the link is up")
         login = f"{invited.user}:{quote(invited.password, safe='')}"

@@ -6,9 +6,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from orchestrator.fleet import Fleet
+from orchestrator.labels import Label
 from pptasks.errors import BudgetReached, DeadlineReached
 from tests.fake_vast import NEVER_RUNS, Fault
 from tests.fake_vast.machine import Start
@@ -16,7 +18,7 @@ from tests.faults.command import UP, Rented, until
 from tests.faults.conftest import Open
 from tests.faults.scene import WORKING, Scene
 
-ASLEEP_S = 9.0  # the deadline of commands that are stopped once they are up
+ASLEEP_S = 9.0  # the deadline of commands that are stopped once their workers start
 DEAR = 400.0  # dollars an hour
 
 
@@ -72,6 +74,12 @@ def answer_under(it: Scene, limits: Callable[[Fleet], dict[str, float]]) -> None
         it.ask(fleet, tighten)
 
 
+def has_workers(it: Scene) -> bool:
+    """Whether a worker runs on both machines: their links are up."""
+    nodes = [psutil.Process(machine.process.pid) for machine in it.rented if machine.process]  # type: ignore[attr-defined]
+    return [any("celery" in p.cmdline() for p in node.children()) for node in nodes] == [True, True]
+
+
 def test_a_laptop_that_sleeps_past_the_deadline(scene: Open, node: Start, tmp_path: Path) -> None:
     """The machines stop working by themselves. When it wakes, the command ends them; when it never does, pp sweep."""
     mode = "asleep past the deadline"
@@ -79,7 +87,9 @@ def test_a_laptop_that_sleeps_past_the_deadline(scene: Open, node: Start, tmp_pa
         scenes = [stack.enter_context(scene(mode, node, state=tmp_path / name)) for name in ("wakes", "dies")]
         commands = [stack.enter_context(Rented(it, tmp_path, UP, deadline=f"{ASLEEP_S}s")) for it in scenes]
         for command in commands:
-            command.wait_for(command.is_up, "it is up")
+            command.wait_for(lambda it=command.it: has_workers(it), "workers")
+        ends = [Label.parse(it.rented[0].label).deadline for it in scenes]  # type: ignore[union-attr]
+        until(lambda: time.time() > min(ends) - 1.0, "just before the deadline: a run that is gone would end them too")
         asleep = [process for command in commands for process in command.processes()]
         for process in asleep:
             process.suspend()

@@ -163,6 +163,9 @@ def test_three_machines_join_one_leaves_another_comes_and_they_answer(
     assert not [name for name in run.redis.acl_users() if "-g" in str(name)], "their guests' users are gone"
     stages = Stages(run.redis, dealt.plan, settings)
     wait_until(lambda: stages.refresh() and stages.are_ready(), LONG_S, "three stages are ready")
+    late = joining.start(1)
+    assert late.ended() == 1
+    assert "peer not allowed" in late.said(), "a used ticket opens nothing, not even the link"
     with stock_app(run.settings.broker, run.keys.prefix) as app:
         answer = send(app, tokens=expected["prompt_ids"], max_tokens=len(expected["greedy_ids"]))
         assert answer.get(timeout=LONG_S)["token_ids"] == expected["greedy_ids"]
@@ -285,6 +288,18 @@ def test_the_owner_is_told_which_machine_refuses(make: Callable[[int], Joining],
         joining.table.assign(dealt, replace(joining.run.settings, model="a\nb"))
 
 
+def test_a_machine_that_does_not_trust_the_owner_opens_no_file_for_it(make: Callable[[int], Joining]) -> None:
+    joining = make(1)
+    run, machine = joining.run, joining.start(1, PP_JOIN_TRUST="")
+    guests = joining.table.wait(lambda guests: None, run.check)
+    dealt = deal(open_model(run.settings.model, cache=joining.folder), run.settings, guests)
+    with pytest.raises(StageFailed, match=r"\(seat 1\) refuses stage 0: .*a file of this machine .*PP_JOIN_TRUST=1"):
+        joining.table.assign(dealt, run.settings)
+    assert machine.ended() == 2
+    assert "join with PP_JOIN_TRUST=1" in machine.said()
+    assert not run.redis.exists(run.keys.lock(0), run.keys.member(0)), "no worker was started"
+
+
 def test_a_check_that_raises_ends_the_wait(make: Callable[[int], Joining]) -> None:
     def check() -> None:
         raise LinkError("the link has ended")
@@ -319,6 +334,8 @@ OF_OTHERS: dict[str, Callable[[redis.Redis], object]] = FOREIGN | {
     "a stage's lock": lambda c: c.get(KEYS.lock(1)),
     "a stage's log": lambda c: c.rpush(KEYS.log(1), "x"),
     "a request": lambda c: c.lpush(f"{KEYS.prefix}stage0", "x"),
+    "a transaction": lambda c: c.execute_command("MULTI"),
+    "a list as its record": lambda c: c.rpush(KEYS.guest(1), "x"),
     "a channel of its own": lambda c: c.publish(f"{KEYS.prefix}guest:1", "x"),
 }
 

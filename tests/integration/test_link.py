@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import resource
 import secrets
 import select
@@ -38,12 +39,13 @@ READY_S = 15.0  # the longest that an end may take to come up or to give up
 class End:
     """One end of a link as a process; what it says is kept."""
 
-    def __init__(self, role: str, settings: LinkSettings, folder: Path):
+    def __init__(self, role: str, settings: LinkSettings, folder: Path, files: int | None = None):
         self.settings = settings
         self.errors = folder / f"{role}-{secrets.token_hex(4)}.err"
+        limit = ["prlimit", f"--nofile={files}:{files}"] if files else []
         with open(self.errors, "wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pptasks.link", role],
+                [*limit, sys.executable, "-m", "pptasks.link", role],
                 cwd=ROOT,
                 env={**os.environ, **settings.to_environ()},
                 stdout=subprocess.PIPE,
@@ -79,13 +81,14 @@ class Ends:
 
     def __init__(self, folder: Path, target_port: int):
         self.folder, self.allow, self.started = folder, folder / "allow", list[End]()
+        self.files: int | None = None  # that a server may open
         key, self.server_id = new_key()
         self.serving = LinkSettings(
             key, secret=secrets.token_hex(32), target=f"127.0.0.1:{target_port}", allow=str(self.allow)
         )
 
     def start(self, role: str, settings: LinkSettings) -> End:
-        self.started.append(End(role, settings, self.folder))
+        self.started.append(End(role, settings, self.folder, self.files if role == "serve" else None))
         return self.started[-1]
 
     def serve(self) -> tuple[End, str]:
@@ -194,19 +197,35 @@ def test_many_connections_at_once(shared: Pair, broker: EmbeddedBroker) -> None:
 
 
 def test_a_greedy_peer_does_not_cut_off_the_others(ends: Ends, broker: EmbeddedBroker) -> None:
+    ends.files = 120  # fewer than one peer's streams: what all of them may take together is less
     greedy = ends.pair()
     settings, peer = ends.connecting(greedy.ticket)
     write_allow(ends.allow, [greedy.peer, peer])
     honest = ends.start("connect", settings).ready()
-    resource.prlimit(greedy.server.process.pid, resource.RLIMIT_NOFILE, (200, 200))
     with contextlib.ExitStack() as stack, client_at(honest["port"], broker) as client:
+        assert answers(client)
         for _ in range(300):  # as many as it can have: each is a file of the server's
             opened = stack.enter_context(socket.create_connection(("127.0.0.1", greedy.port)))
             opened.sendall(b"PING")
         for _ in range(20):  # the allow-list is read meanwhile
             assert answers(client)
             time.sleep(0.1)
-    assert "nobody is allowed" not in greedy.server.said()
+    assert not re.search("nobody is allowed|not read again|Too many", greedy.server.said())
+
+
+def test_a_server_without_a_free_file_keeps_its_peers_and_hears_of_changes_later(
+    ends: Ends, broker: EmbeddedBroker, wait_until: Callable[..., None]
+) -> None:
+    pair = ends.pair()
+    pid, limits = pair.server.process.pid, resource.getrlimit(resource.RLIMIT_NOFILE)
+    with client_at(pair.port, broker) as client:
+        assert client.ping()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        wait_until(lambda: "the allow-list is not read again" in pair.server.said(), 5, "no file can be opened")
+        write_allow(ends.allow, [])
+        assert client.ping()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        wait_until(lambda: not answers(client), 5, "the list is read again, and the peer is off it")
 
 
 @pytest.fixture

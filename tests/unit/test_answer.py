@@ -14,7 +14,7 @@ VERIFICATION = {
     "stages": [CHECK],
 }  # fmt: skip
 ACCOUNT: dict[str, Any] = {
-    "text": "h\x1bi\n", "token_ids": [1, 2], "prompt_token_ids": [3], "finish_reason": "stop", "seed": 7,
+    "text": "h\x1bi\n", "token_ids": [1, 2], "prompt_token_ids": [3], "finish_reason": "stop", "seed": 2**64 - 1,
     "timings": dict.fromkeys(TIMINGS, 0.5) | {"hop_us_p50": None, "prefill_s": 1}, "verification": VERIFICATION,
 }  # fmt: skip
 

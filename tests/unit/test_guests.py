@@ -10,7 +10,8 @@ import pytest
 
 from pptasks.config import Settings
 from pptasks.errors import ConfigError
-from pptasks.guests import MAX_RECORD_BYTES, MAX_TEXT, OF_THE_GUEST, OF_THE_RUN, Assignment, Guest
+from pptasks.guests import MAX_RECORD_BYTES, MAX_TEXT, NOBODY, OF_THE_GUEST, OF_THE_RUN, Assignment, Guest
+from pptasks.remote.hubrepo import access_of
 
 GUEST = Guest(3, "laptop", "wait", "CPU (x86_64)", 8 << 30, 1e10)
 KEY = "0f" * 32  # of a link
@@ -135,15 +136,38 @@ def test_a_link_key_that_is_none(key: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["/home/me/private.gguf", "./x", "http://127.0.0.1:8500/x.gguf", "http://[::1]/x.gguf"]
-)
+    "model",
+    ["/home/me/private.gguf", "./x", "tests/unit", "http://127.0.0.1:8500/x.gguf", "http://[::1]/x.gguf"]
+    + [f"https://{host}/x.gguf" for host in (
+        "127.1", "0x7f000001", "2130706433", "10.0.0.1", "192.168.1.7:8443", "169.254.169.254", "[fe80::1]", "nas",
+        "[::ffff:10.0.0.1]", "localhost.", "me.localhost", "NAS.local", "db.internal", "router.lan", "100.64.0.1")],
+)  # fmt: skip
 def test_what_only_this_machine_has_is_for_an_owner_who_is_trusted(model: str) -> None:
     with pytest.raises(ConfigError, match="PP_JOIN_TRUST"):
         assigned(MODEL=model)
     assert assigned(MODEL=model, trust=True).settings.model == model
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["llama3.2:1b", "owner/name", "hf:owner/name@main/x.gguf", "https://models.example.org:8443/x.gguf",
+     "https://1.1.1.1/x.gguf", "https://[2606:4700::1111]/x.gguf"],
+)  # fmt: skip
+def test_a_model_that_anyone_has_needs_no_trust(model: str) -> None:
+    assert assigned(MODEL=model).settings.model == model
+
+
+def test_a_guest_that_trusts_nobody_shows_no_login(tmp_path: Path) -> None:
+    home = tmp_path / "hf"
+    home.mkdir()
+    (home / "token").write_text("hf_of_the_guest")
+    mine, sent = replace(MINE, cache=tmp_path / "cache", hf_token="", hf_home=home), Assignment(THEIRS, KEY).to_json()
+    tokens = [access_of(Assignment.from_json(sent, "r", mine, trust=t).settings.hub).token for t in (False, True)]
+    assert tokens == ["", "hf_of_the_guest"]
+
+
 def test_the_guests_token_is_for_an_owner_who_is_trusted() -> None:
     settings = assigned(MODEL="owner/private").settings
-    assert (settings.hf_token, settings.hf_home) == ("", None)
+    assert settings.hf_token == ""
+    assert settings.hf_home == MINE.cache / NOBODY, "not the user's own, where a login is kept"
     assert assigned(MODEL="owner/private", trust=True).settings.hf_token == "mine"
