@@ -56,6 +56,7 @@ async def sit(invited: Invitation, trust: bool, log: Log) -> Job:
             while seat.stage is None:
                 counted = seat.count
                 await seat.beat()
+                _check_cancelled()
                 if seat.count != counted and seat.guest.is_ready:
                     log.write(_waiting(seat).encode())
                 if seat.guest.is_ready:
@@ -101,9 +102,9 @@ async def linked(invited: Invitation, log: Log) -> AsyncIterator[Redis]:
 async def taken(client: Redis, invited: Invitation, log: Log) -> AsyncIterator[Seat]:
     """The seat; given back when the block fails. If it ends well, the machine has a stage and the run ends the seat."""
     seat = Seat(client, Keys(invited.run), invited.seat)
-    await seat.take()
-    log.write(f"pptasks: seat {invited.seat} is taken; looking at what this machine can do".encode())
     try:
+        await seat.take()
+        log.write(f"pptasks: seat {invited.seat} is taken; looking at what this machine can do".encode())
         yield seat
     except BaseException:
         await seat.leave()
@@ -133,6 +134,13 @@ async def join(invited: Invitation, trust: bool) -> int:
     if signalled.is_set() or sitting.cancelled():
         return STOPPED
     return await run(sitting.result())  # which hears the signals from now on
+
+
+def _check_cancelled() -> None:
+    """Before Python 3.12 asyncio.wait_for, which redis-py sends with, may swallow a cancellation (cpython 86296)."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

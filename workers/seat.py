@@ -38,7 +38,7 @@ class Seat:
         while True:
             try:
                 async with self._dismissal():
-                    if await self._lock.acquire():
+                    if await self._acquire():
                         return
                     other = await self._other()
             except (redis.RedisError, OSError):
@@ -71,9 +71,11 @@ class Seat:
             raise NotReady("the run is gone: whoever started it has ended it; ask for a new ticket")
 
     async def leave(self) -> None:
-        """Make room for the next at once. A failure stays readable for a TTL."""
+        """Make room for the next at once, if the seat is ours. A failure stays readable for a TTL."""
         with contextlib.suppress(redis.RedisError, LockError, OSError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
+                if not await self._lock.owned():
+                    return
                 if self.guest.phase == "failed":
                     await self._publish()
                 else:
@@ -89,6 +91,15 @@ class Seat:
                 f"seat {self._number} is not ours: it was dismissed, or its machine has a stage already; "
                 "ask whoever started the run for a new ticket"
             ) from None
+
+    async def _acquire(self) -> bool:
+        """Is not cancelled half way: `leave` must know whether the lock is ours."""
+        acquiring = asyncio.create_task(self._lock.acquire())
+        try:
+            return await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            await asyncio.gather(acquiring, return_exceptions=True)
+            raise
 
     async def _hold_lock(self) -> None:
         """Renew the lock; take it again if the broker forgot it."""
