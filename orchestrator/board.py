@@ -5,6 +5,7 @@ On stderr, as all progress: stdout is for answers.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -17,6 +18,7 @@ from pptasks import shown
 
 PAUSE_S = 10.0  # between two plain lines about the bytes of one stage
 REFRESH_HZ = 4.0
+GONE = (OSError, ValueError, SystemExit)  # a terminal or a reader: of no account to who must end machines
 _BYTES = ("download", "check", "load")  # states whose progress is counted in bytes
 
 
@@ -56,7 +58,7 @@ class Board:
         self._said: dict[int, tuple[tuple[str, str], float]] = {}  # by stage: offer and state, and when they were told
         self._live = (
             Live(console=console, get_renderable=self._picture, refresh_per_second=REFRESH_HZ, transient=True)
-            if console.is_terminal and not quiet
+            if console.is_terminal and not console.is_dumb_terminal and not quiet
             else None
         )
 
@@ -70,9 +72,10 @@ class Board:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live:
-            self._live.stop()
-            if kind is None and self._rows:
-                self._console.print(self._picture())
+            with suppress(*GONE):
+                self._live.stop()
+                if kind is None and self._rows:
+                    self._console.print(self._picture())
 
     def show(self, rows: Sequence[Row], spent_usd: float, budget_usd: float | None) -> None:
         """How it stands now; as often as anybody knows better."""
@@ -86,16 +89,18 @@ class Board:
     def settle(self) -> None:
         """The table stays as it is now: what follows on the terminal is an answer. Changes are told in plain lines."""
         if self._live:
-            self._live.stop()
+            with suppress(*GONE):
+                self._live.stop()
+                self._console.print(self._picture())
             self._live = None
-            self._console.print(self._picture())
             for row in self._rows:
                 self._is_news(row)
 
     def say(self, line: str) -> None:
         """One line that stays, above the table."""
         if not self._quiet:
-            self._console.print(Text(shown.line(line)), soft_wrap=True)
+            with suppress(*GONE):
+                self._console.print(Text(shown.line(line)), soft_wrap=True)
 
     def _is_news(self, row: Row) -> bool:
         """Another state, or more bytes after a while. Notes what was told."""

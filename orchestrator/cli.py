@@ -20,7 +20,7 @@ from orchestrator.hire import DryRun
 from orchestrator.job import Job, describe
 from orchestrator.manage import down, ps, sweep
 from orchestrator.progress import Display
-from orchestrator.signals import interrupt_once
+from orchestrator.signals import interrupt_once, interruptible
 from orchestrator.up import join, up
 from pptasks import shown
 from pptasks.errors import PPError, RequestFailed, StageFailed, StillBilling, UsageError, VerifyFailed
@@ -213,7 +213,7 @@ def smoke_run(as_json: bool, **given: Any) -> None:
         given |= {"deadline": given["deadline"] or SMOKE_S, "budget_usd": given["budget_usd"] or SMOKE_USD}
         request = Request(prompt="Say hello", max_tokens=64)
         console = Console(stderr=True)
-        with launch.cluster(given | {"as_json": as_json}, console) as (cluster, model):
+        with launch.cluster(given | {"as_json": as_json}, console) as (cluster, model), interruptible():
             answer = Job(cluster, given["timeout"]).run(request, (lambda text: None) if as_json else _print_text)
             report = describe(cluster, model, answer)
             click.echo(json.dumps(report) if as_json else "")

@@ -3,18 +3,17 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from orchestrator import sweep
+from orchestrator import signals, sweep
 from orchestrator.board import Board, Row
 from orchestrator.ledger import Ledger
 from orchestrator.offers import Choice
 from orchestrator.provider import Instance, Offer, Provider
 from orchestrator.renting import Machine, Renter, Terms
 from orchestrator.run import Run
-from orchestrator.signals import uninterrupted
+from orchestrator.signals import interruptible, uninterrupted
 from orchestrator.stages import Stages
 from orchestrator.watch import READY, Trouble, trouble
 from pptasks.config import Settings
@@ -33,6 +32,7 @@ from pptasks.plan import Plan
 POLL_S = 0.2
 REPLACEMENTS = 2  # of one stage, until all have been ready for SETTLED_S
 SETTLED_S = 600.0
+STRAYS_S = 30.0  # between two tries to end what was given up
 UNANSWERED = 3  # creates without an answer, until we give up: each may have made a machine
 LOG_LINES = 20
 SENT_S = 1.5  # within which a machine sends what it wrote: more than workers/child.py waits between two sends
@@ -59,8 +59,7 @@ class Fleet:
         self._firsts, self._spares, self._more = choice.stages, deque(choice.spares), more
         self._places: dict[int, Machine] = {}
         self._replaced = [0] * plan.n_stages
-        self._looked_at, self._all_ready_at = 0.0, 0.0
-        self._stack = ExitStack()
+        self._looked_at = self._all_ready_at = self._strays_at = 0.0
 
     @property
     def settings(self) -> Settings:
@@ -85,23 +84,25 @@ class Fleet:
 
     def __enter__(self) -> "Fleet":
         began = time.monotonic()
-        with ExitStack() as stack:
-            gate = self._run.serve() if self._linked else None
-            self.stages = Stages(self._run.redis, self.plan, self.settings)
-            self._renter = Renter(self._run, gate, self.plan, self._provider, self._ledger, self.terms)
-            stack.push(self._end)
-            for stage, offer in enumerate(self._firsts):
-                self._fill(stage, offer)
-            while not self.tend():
-                time.sleep(POLL_S)
-            self._stack = stack.pop_all()
+        gate = self._run.serve() if self._linked else None
+        self.stages = Stages(self._run.redis, self.plan, self.settings)
+        self._renter = Renter(self._run, gate, self.plan, self._provider, self._ledger, self.terms)
+        try:
+            with interruptible():
+                for stage, offer in enumerate(self._firsts):
+                    self._fill(stage, offer)
+                while not self.tend():
+                    time.sleep(POLL_S)
+        except BaseException:
+            self._end()
+            raise
         self.ready_s = time.monotonic() - began
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
+    ) -> None:
+        self._end()
 
     def check(self) -> None:
         """Raises StageFailed for a stage that is lost, and what is raised while it starts."""
@@ -128,10 +129,10 @@ class Fleet:
         self._run.check()
         self._check_limits()
         self._look_at_provider()
-        members, now, patience = self.stages.refresh(), time.monotonic(), self.terms.patience
+        members, now = self.stages.refresh(), time.monotonic()
         found = []
         for stage, machine in sorted(self._places.items()):
-            member = members.get(stage)
+            member, patience = members.get(stage), self.terms.patience
             wrong = trouble(machine.watch, machine.instance, member, now, patience)
             machine.watch = machine.watch.seen(machine.instance, member, now, patience.step_s)
             if wrong is not None:
@@ -140,6 +141,7 @@ class Fleet:
         return found
 
     def _check_limits(self) -> None:
+        signals.check()
         if time.time() > self.terms.deadline:
             raise DeadlineReached("the deadline has passed: give a later --deadline")
         budget = self.terms.budget_usd
@@ -155,11 +157,22 @@ class Fleet:
             shown = {instance.id: instance for instance in self._provider.list(self._renter.prefix)}
             for machine in self._places.values():
                 machine.instance = shown.get(machine.instance_id or "") or self._again(machine)
+            self._end_strays(shown.values())
         except BadKey:
             raise
         except ProviderError as error:
             self.board.say(f"{self._provider.name}: {error}")
         self._looked_at = time.monotonic()
+
+    def _end_strays(self, shown: Iterable[Instance]) -> None:
+        """Machines that were given up, and bill: their end failed, or they came up late. Now and then."""
+        if time.monotonic() - self._strays_at < STRAYS_S:
+            return
+        kept = {machine.label for machine in self._places.values()}
+        for instance in shown:
+            if instance.label not in kept and (why := self._renter.end_stray(instance)):
+                self.board.say(why)
+                self._strays_at = time.monotonic()
 
     def _again(self, machine: Machine) -> Instance | None:
         """What is not listed: asked for by its id before it counts as gone."""
@@ -255,14 +268,16 @@ class Fleet:
             instance.status if instance and member is None else "",
         )
 
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Every machine of the run, also one that came up after we gave up on it."""
+    def _end(self) -> None:
+        """Every machine of the run, also one that came up after we gave up on it. The provider's list has the last
+        word."""
+        if not self._renter.machines:
+            return
         with uninterrupted():
-            if not self._renter.machines:
-                return
             self.board.say("ending all machines of this run")
             found = self._renter.left(self.board.say)
             left = sweep.end(found, [self._provider], self._ledger, self.board.say)
+            again = [machine for machine in self._renter.left(self.board.say) if machine.listed] if not left else []
             self._renter.lock_out_all()
-            if left:
+            if left := left or sweep.end(again, [self._provider], self._ledger, self.board.say):
                 raise sweep.still_billing(left)

@@ -23,6 +23,7 @@ from orchestrator.progress import Display
 from orchestrator.provider import Need, Offer, Provider
 from orchestrator.renting import Terms
 from orchestrator.run import Run
+from orchestrator.signals import held
 from orchestrator.watch import Patience
 from pptasks import spec
 from pptasks.config import Settings
@@ -54,7 +55,8 @@ class Rent:
 
 @contextmanager
 def rented(given: Given, console: Console) -> Iterator[tuple[Fleet, Model]]:
-    """A fleet that nobody has entered yet; the provider is open meanwhile. Raises DryRun."""
+    """A fleet that nobody has entered yet; the provider is open meanwhile, and signals wait but where it is
+    `interruptible`. Raises DryRun."""
     with provider_of(given) as provider:
         ledger = Ledger.of_user()
         sweep_leftovers(provider, ledger, given, console)
@@ -65,7 +67,7 @@ def rented(given: Given, console: Console) -> Iterator[tuple[Fleet, Model]]:
         agree(rent, provider, given, console)
         options = how(given, rented=provider.name != "local")
         told = rent.terms.deadline if given["deadline"] or provider.name == "vast" else 0.0
-        with Board(console, quiet=given["quiet"], deadline=told) as board, Run(rent.settings, options) as run:
+        with held(), Board(console, quiet=given["quiet"], deadline=told) as board, Run(rent.settings, options) as run:
             linked = options.link == "iroh"
             more = partial(more_offers, provider, rent.need)
             fleet = Fleet(run, rent.plan, rent.terms, rent.choice, provider, ledger, board, linked=linked, more=more)

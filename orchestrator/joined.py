@@ -10,6 +10,7 @@ from orchestrator.board import Board, Row
 from orchestrator.dealing import Deal, deal
 from orchestrator.joining import Table
 from orchestrator.run import Run
+from orchestrator.signals import interruptible
 from orchestrator.stages import Stages
 from orchestrator.watch import START, Patience, Trouble, Watch, trouble
 from pptasks.config import Settings
@@ -60,16 +61,17 @@ class Joined:
         return self._run.folder
 
     def __enter__(self) -> "Joined":
-        table = Table(self._run, self._run.serve())
-        self._on_invited(table.invite(self._n))
-        while self._deal is None:
-            self._deal = self._dealt(table)
-        began, self._hosts = time.monotonic(), table.dealt
-        self.stages = Stages(self._run.redis, self.plan, self.settings)
-        self._watches = {stage: Watch(START, began) for stage in self._hosts}
-        while not self.tend():
-            time.sleep(POLL_S)
-        self.ready_s = time.monotonic() - began
+        with interruptible():
+            table = Table(self._run, self._run.serve())
+            self._on_invited(table.invite(self._n))
+            while self._deal is None:
+                self._deal = self._dealt(table)
+            began, self._hosts = time.monotonic(), table.dealt
+            self.stages = Stages(self._run.redis, self.plan, self.settings)
+            self._watches = {stage: Watch(START, began, began=began) for stage in self._hosts}
+            while not self.tend():
+                time.sleep(POLL_S)
+            self.ready_s = time.monotonic() - began
         return self
 
     def __exit__(

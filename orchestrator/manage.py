@@ -26,6 +26,7 @@ from pptasks.keys import Keys
 
 STOP_S = 120.0  # for a cluster's holder to end all of its machines
 POLL_S, TELL_S = 0.2, 10.0
+NOT_ASKED = "vast.ai was not asked: there is no key, give VAST_API_KEY"
 
 _account = options.group(
     options.option(
@@ -61,7 +62,8 @@ def _at_hand(api_key: str | None, url: str, rows: Iterable[Rental]) -> Iterator[
 
 
 def _say(line: str) -> None:
-    click.echo(line, err=True)
+    with suppress(OSError, ValueError):  # whoever read it has gone
+        click.echo(line, err=True)
 
 
 @click.command()
@@ -76,7 +78,7 @@ def ps(api_key: str | None, vast_url: str, as_json: bool) -> None:
     machines = listing.machines(seen, labels.owner(), now)
     not_asked = {name: str(error) for name, error in seen.errors.items()}
     if not any(provider.name == "vast" for provider in providers):
-        not_asked["vast"] = "vast.ai was not asked: there is no key, give VAST_API_KEY"
+        not_asked["vast"] = NOT_ASKED
     if as_json:
         click.echo(json.dumps({"clusters": clusters, "machines": machines, "not_asked": not_asked}))
         return
@@ -133,6 +135,8 @@ def sweep(all_: bool, yes: bool, dry_run: bool, api_key: str | None, vast_url: s
             *no_access(seen.beyond),
         ]:
             _say(line)
+        if not any(provider.name == "vast" for provider in providers):
+            _say(NOT_ASKED)
         if seen.found:
             entries = listing.leftovers(seen.found, time.time())
             Console(stderr=as_json).print(listing.table("left over", listing.LEFTOVERS, entries))
@@ -175,6 +179,9 @@ def _end_cluster(record: Record, clusters: Clusters, ledger: Ledger, providers: 
     seen = survey(ledger, providers, run=record.run)
     with uninterrupted():
         left = end(seen.found, providers, ledger, _say) + seen.beyond
+    if not left and record.where == "vast" and (seen.errors or not any(p.name == "vast" for p in providers)):
+        why = "; ".join(map(str, seen.errors.values())) or "give VAST_API_KEY"
+        raise ProviderError(f"whether {record.name} has left machines at vast.ai is not known: {why}")
     with suppress(BrokerError):  # it was the run's own and is gone, or the next run on it will do it
         purge(record.settings.get("PP_BROKER", ""), Keys(record.run))
     if not left:

@@ -14,7 +14,7 @@ from orchestrator.sweep import Leftover, Say
 from orchestrator.watch import START, Patience, Watch
 from pptasks.config import Settings, environment_elsewhere
 from pptasks.connect import explain
-from pptasks.errors import BadKey, BrokerError, CreatedAnyway, NoCredit, OfferGone, PPError, ProviderError
+from pptasks.errors import BadKey, CreatedAnyway, NoCredit, OfferGone, PPError, ProviderError
 from pptasks.keys import names_of
 from pptasks.plan import Plan
 
@@ -86,7 +86,7 @@ class Renter:
     def rent(self, stage: int, offer: Offer) -> Machine:
         """Raises as Provider.create. Whatever it raises, what may have come up is in the ledger."""
         label = str(labels.fresh(self._owner, self._run.settings.run, stage, int(self._terms.deadline)))
-        machine = Machine(stage, offer, label, "", time.time(), Watch(START, time.monotonic()))
+        machine = Machine(stage, offer, label, "", time.time(), Watch(START, time.monotonic(), began=time.monotonic()))
         order = self._order(machine)
         self.machines.append(machine)
         self._ledger.intend(
@@ -129,6 +129,16 @@ class Renter:
         self._ledger.destroyed(machine.instance_id)
         return True
 
+    def end_stray(self, instance: Instance) -> str:
+        """End a machine of this run that has no place in it. Why it is not ended; empty if it is."""
+        for machine in self.machines:
+            if machine.label == instance.label and machine.ended_at is None:
+                if machine.instance_id is None:
+                    machine.instance_id = instance.id
+                    self._ledger.created(machine.label, instance.id)
+                return "" if self.end(machine) else f"{machine} is not ended yet, and bills: {machine.note}"
+        return ""
+
     def lock_out_all(self) -> None:
         for machine in self.machines:
             if machine.ended_at is None:
@@ -140,7 +150,7 @@ class Renter:
         run = self._run.settings.run
         try:
             found = sweep.find(self._ledger, [self._provider], say, owner=self._owner, run=run)
-        except PPError as error:
+        except (PPError, OSError) as error:
             say(str(error))
             found = []
         known = {leftover.label for leftover in found}
@@ -176,12 +186,12 @@ class Renter:
 
     def _lock_out(self, machine: Machine) -> None:
         """And forget what it said, which would outlive it: the next machine of its stage speaks for itself."""
-        if self._gate is not None:
-            self._gate.dismiss(machine.peer)
         run, stage = self._run, machine.stage
         names = (run.keys.name(name) for name in names_of(stage, self._plan.n_stages))
         try:
+            if self._gate is not None:
+                self._gate.dismiss(machine.peer)
             drop_user(run.redis, run.settings.run, stage)
             run.redis.delete(run.keys.member(stage), run.keys.lock(stage), run.keys.log(stage), *names)
-        except (BrokerError, redis.RedisError) as error:  # which is gone then, and its users with it
-            machine.note = str(error) if isinstance(error, BrokerError) else explain(error)
+        except (PPError, redis.RedisError, OSError) as error:  # which is gone then, and its users with it
+            machine.note = explain(error)

@@ -8,15 +8,50 @@ from types import FrameType
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class _State:
+    held = False  # a signal waits
+    came = False  # a signal has come
+
+
 def interrupt_once() -> None:
     """The first of these signals is an interrupt; later ones must not disturb how we end, which takes seconds."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        _ignore()
-        raise KeyboardInterrupt
+        _State.came = True
+        if not _State.held:
+            _ignore()
+            raise KeyboardInterrupt
 
     for name in ENDING:
-        signal.signal(name, interrupt)
+        if signal.getsignal(name) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(name, interrupt)
+
+
+def check() -> None:
+    """Raise the interrupt of a signal that has come: while it had to wait, or where Python could not raise."""
+    if _State.came:
+        raise KeyboardInterrupt
+
+
+class held:
+    """A context manager: signals wait in the block, but where it is `interruptible`. What must not be skipped happens
+    at the edges of such blocks, where an interrupt would skip it."""
+
+    _value = True
+
+    def __enter__(self) -> None:
+        self._before, _State.held = _State.held, self._value
+        if not self._value:
+            check()
+
+    def __exit__(self, *exc: object) -> None:
+        _State.held = self._before
+
+
+class interruptible(held):
+    """A context manager, for use within a block of `held`."""
+
+    _value = False
 
 
 def _ignore() -> None:

@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from orchestrator import labels
 from orchestrator.ledger import Ledger, Rental
 from orchestrator.provider import Instance, Instances, Provider
 from orchestrator.run import is_live
-from pptasks.errors import BadKey, PPError, StillBilling, StorageError
+from pptasks.errors import BadKey, PPError, ProviderError, StillBilling, StorageError
 
 THREADS = 8
 PATIENCE_S = 20.0  # a machine whose create was lost comes up within that, or never
@@ -138,6 +139,8 @@ def survey(
             listed[provider.name] = provider.list(labels.PREFIX)
         except PPError as error:
             errors[provider.name] = error
+        except OSError as error:
+            errors[provider.name] = ProviderError(f"{provider.name} cannot be asked: {error}")
     try:
         rows = ledger.open_rows(run)
     except StorageError as error:
@@ -233,7 +236,7 @@ class _Ending:
         return None
 
     def say(self, line: str) -> None:
-        with self._saying:
+        with self._saying, suppress(OSError, ValueError, SystemExit):  # whoever read it has gone
             self._say(line)
 
     def _destroy(self, leftover: Leftover, provider: Provider) -> str:
@@ -244,11 +247,8 @@ class _Ending:
             return "never came up"
         if leftover.instance_id is not None and not leftover.listed:
             there = provider.get(instance_id)  # nobody has compared its label yet
-            if there is None:
-                self._record(leftover.label, instance_id)
-                return "was gone"
-            if there.label != leftover.label:
-                return f"has the label {there.label!r} now: another machine, left alone"
+            if there is not None and there.label != leftover.label:
+                raise ProviderError(f"it has the label {there.label[:80]!r} now, so it may be another's: not ended")
         provider.destroy(instance_id)
         self._record(leftover.label, instance_id)
         return "ended"

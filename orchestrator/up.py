@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from orchestrator import options
@@ -27,6 +28,7 @@ from orchestrator.joined import Joined
 from orchestrator.process import python
 from orchestrator.progress import Display
 from orchestrator.run import Run, is_live
+from orchestrator.signals import held, interruptible
 from orchestrator.watch import Patience
 from pptasks.config import without_account
 from pptasks.errors import NoSuchCluster, UsageError
@@ -58,12 +60,17 @@ def up(name: str, detach: bool, as_json: bool, **given: Any) -> None:
         _detach(name, given)
         return
     console = Console(stderr=True)
-    with _made(given, console) as (cluster, model), _recorded(name, cluster, model.name, given) as tell_ready:
+    with (
+        _name_held(name),
+        _made(given, console) as (cluster, model),
+        _recorded(name, cluster, model.name, given) as tell_ready,
+    ):
         with suppress(KeyboardInterrupt), cluster:
             _announce(tell_ready(), given)
-            while True:
-                cluster.tend()
-                time.sleep(HOLD_POLL_S)
+            with interruptible():
+                while True:
+                    cluster.tend()
+                    time.sleep(HOLD_POLL_S)
         if cluster.ready_s == 0.0:
             raise KeyboardInterrupt  # it never was up
         if not given["quiet"]:
@@ -85,6 +92,7 @@ def _joined(given: Given, console: Console) -> Iterator[tuple[Joined, Model]]:
     deadline = time.time() + (given["deadline"] or LONG_S)
     settings = replace(settings, hf_token="", hf_home=None, broker_grace_s=LINKED_GRACE_S)  # a token is ours
     with (
+        held(),
         Board(console, quiet=given["quiet"], deadline=deadline) as board,
         Run(settings, how(given, rented=True)) as run,
     ):
@@ -104,6 +112,17 @@ def _invite(given: Given, invitations: Sequence[Invitation]) -> None:
 
 def _where(given: Given) -> str:
     return "vast" if given["vastai"] else "ssh" if given["hosts"] else "join" if given["guests"] else "local"
+
+
+@contextmanager
+def _name_held(name: str) -> Iterator[None]:
+    """From before anything is rented: of two commands with one name, the second is refused."""
+    folder = own_folder(Clusters.of_user().folder)
+    try:
+        with FileLock(folder / f"{name}.lock", timeout=0, mode=0o600):
+            yield
+    except Timeout:
+        raise UsageError(f"another command puts cluster {name} up: give another --name") from None
 
 
 def _refuse_taken(name: str) -> None:

@@ -76,7 +76,10 @@ class Vast:
         try:
             answer = self._calls.call("create", "PUT", path, body=body, once=True)
         except NoAnswer as error:
-            return self._find(order.label, error)
+            try:
+                return self._find(order.label, error)
+            except BadKey as refusal:  # of the list, which says nothing of the create
+                raise NoAnswer(f"{error}; {refusal}") from None
         made = id_of(answer.fields.get("new_contract"))
         if made and answer.ok:
             return made
@@ -190,7 +193,7 @@ class Vast:
 def _says_gone(answer: Answer) -> bool:
     """That there is no such instance: said by the API itself, not by whatever else answers 404 for a lost path."""
     if answer.status == 404:
-        return bool(answer.fields)
+        return "no_such_" in answer.text or answer.fields.get("success") is False
     return answer.ok and "instances" in answer.fields and answer.fields["instances"] is None
 
 

@@ -12,13 +12,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
 import httpx
-from filelock import FileLock
+from filelock import BaseFileLock, FileLock
 
 from pptasks.errors import BadKey, ConfigError, NoAnswer, ProviderError
 from pptasks.remote.webfile import retry_after
@@ -30,11 +30,15 @@ MAX_LOG = 64 << 20
 MAX_MESSAGE = 240  # characters of a server's text in ours
 PATIENCE_S = 90.0  # no new try after it
 FIRST_WAIT_S, MOST_WAIT_S = 1.0, 16.0  # between two tries, unless the server says
+OTHERS_S = 30.0  # for another process to end its call
 ANSWER_S = 60.0  # for one whole answer, however slowly it drips
 TIMEOUT = httpx.Timeout(20.0, connect=10.0)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _GRAM = 8  # so many characters of a secret in a row are not shown
 _SECRET = re.compile(r"(?=[A-Za-z_-]{0,99}[0-9])[A-Za-z0-9_-]{24,}")  # keys, digests, tickets, passwords look like this
+
+
+log = logging.getLogger(__name__)
 
 
 class Pacer:
@@ -70,19 +74,36 @@ class Pacer:
     @contextmanager
     def _alone(self, kind: str) -> Iterator[None]:
         """Among processes. How long ago another's last call ended, a file's time tells."""
-        if self._folder is None:
+        lock = self._lock_of_all(kind)
+        try:
             yield
-            return
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        last = self._folder / f"{kind}.last"
-        with FileLock(self._folder / f"{kind}.lock", mode=0o600):
-            if last.exists():  # of a clock that was set, no more than the gap
-                self.postpone(kind, min(self._gaps[kind], last.stat().st_mtime + self._gaps[kind] - time.time()))
-            try:
-                yield
-            finally:
-                last.touch(mode=0o600)
-                os.utime(last, ns=(time.time_ns(),) * 2)  # as its own clock is coarse
+        finally:
+            if lock is not None:
+                with suppress(OSError):
+                    last = self._last(kind)
+                    last.touch(mode=0o600)
+                    os.utime(last, ns=(time.time_ns(),) * 2)  # as its own clock is coarse
+                lock.release()
+
+    def _lock_of_all(self, kind: str) -> BaseFileLock | None:
+        """None, and we keep our own pace, where the disk fails, or another process has stopped within its call."""
+        if self._folder is None:
+            return None
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            lock = FileLock(self._folder / f"{kind}.lock", mode=0o600)
+            lock.acquire(timeout=OTHERS_S)
+        except OSError as error:  # a Timeout is one
+            log.warning("the pace of %s is this process's own: %s", kind, error)
+            return None
+        with suppress(OSError):  # of a clock that was set, no more than the gap
+            ended = self._last(kind).stat().st_mtime
+            self.postpone(kind, min(self._gaps[kind], ended + self._gaps[kind] - time.time()))
+        return lock
+
+    def _last(self, kind: str) -> Path:
+        """Its time is when the last call of any process ended."""
+        return (self._folder or Path()) / f"{kind}.last"
 
     def postpone(self, kind: str, seconds: float) -> None:
         """No call of this kind for some time. To be called within a turn."""

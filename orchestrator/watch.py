@@ -44,6 +44,7 @@ class Watch:
     mark_at: float = 0.0
     heard_at: float | None = None  # when its worker was last heard
     shown: bool = False  # its provider has shown it, once
+    began: float = 0.0  # when it was asked for
 
     def seen(self, instance: Instance | None, member: Member | None, now: float, window_s: float) -> "Watch":
         """After another look. `instance`: as the provider shows it; `member`: what its worker says."""
@@ -51,13 +52,13 @@ class Watch:
         if member is None:
             running = instance is not None and instance.state is State.RUNNING
             step = self.step if self.heard_at is not None else HELLO if running else START
-            return replace(self, shown=shown) if step == self.step else Watch(step, now, shown=shown)
+            return replace(self, shown=shown) if step == self.step else Watch(step, now, shown=shown, began=self.began)
         step = READY if member.state == "ready" else member.phase
         if step != self.step or self.heard_at is None:
-            return Watch(step, now, member.done, member.done, now, heard_at=now, shown=shown)
+            return Watch(step, now, member.done, member.done, now, heard_at=now, shown=shown, began=self.began)
         since = now if member.done != self.done else self.since
         mark, mark_at = (member.done, now) if now - self.mark_at >= window_s else (self.mark, self.mark_at)
-        return Watch(step, since, member.done, mark, mark_at, heard_at=now, shown=shown)
+        return Watch(step, since, member.done, mark, mark_at, heard_at=now, shown=shown, began=self.began)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def _silent(watch: Watch, instance: Instance | None, now: float, patience: Patie
     if watch.heard_at is not None:
         return "was lost: it is silent" if now - watch.heard_at > patience.lost_s else None
     waited = now - watch.since
+    if now - watch.began > patience.start_s + patience.step_s:  # one that runs and ends, again and again
+        return f"its machine says no hello in {patience.start_s + patience.step_s:.0f} s in all"
     if watch.step == HELLO:
         return f"its machine runs, but says no hello in {patience.step_s:.0f} s" if waited > patience.step_s else None
     said = f" ({instance.status})" if instance else ""

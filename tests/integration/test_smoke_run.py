@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from orchestrator.ledger import Ledger
+from tests.conftest import WaitUntil
 from tests.fake_vast import FakeVast, Machine, Started, offers, run_args
 from tests.integration.run import ROOT, SMOKE_RUN, Command, Ended, assert_one_line
 
@@ -137,3 +140,24 @@ def test_without_a_key_it_says_how_to_give_one(tmp_path: Path) -> None:
         done = command.wait()
     assert done.code == 2
     assert_one_line(done.stderr, "VAST_API_KEY")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_reader_or_a_terminal_that_is_gone_saves_no_machine(
+    fake: FakeVast, tmp_path: Path, wait_until: WaitUntil, terminal: bool
+) -> None:
+    fake.limits.scale, fake._start = 0.0, None  # no machine is needed to answer
+    reader, writer = os.openpty() if terminal else os.pipe()
+    env = dict(os.environ) | {"VAST_API_KEY": fake.key, "PP_VAST_URL": fake.url, "XDG_STATE_HOME": str(tmp_path)}
+    command = subprocess.Popen(
+        [sys.executable, *SMOKE_RUN, *RENT], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer
+    )
+    try:
+        os.close(writer)
+        wait_until(lambda: len(fake.billing) == 2, 60, "two machines")
+        os.close(reader)
+        command.send_signal(signal.SIGHUP)
+        assert command.wait(60) != 0
+    finally:
+        command.kill()
+    assert fake.billing == []

@@ -20,7 +20,7 @@ class Clock:
 
 def console(terminal: bool) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=120, color_system=None), out
+    return Console(file=out, force_terminal=terminal, width=120, color_system=None, _environ={"TERM": "xterm"}), out
 
 
 def plain(*rows: Row, budget: float | None = None) -> list[str]:
