@@ -18,9 +18,9 @@ class Display:
     def __init__(self, console: Console, *, quiet: bool = False):
         self._console, self._quiet = console, quiet
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
-            TextColumn("{task.fields[amount]}"),
+            TextColumn("{task.fields[amount]}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=True,
@@ -58,7 +58,7 @@ class Display:
         if not self._bars.disable or self._quiet or self._said.get(who) == phase:
             return
         self._said[who] = phase
-        self._console.print(f"{who}: {phase}", highlight=False)
+        self._console.print(f"{who}: {phase}", highlight=False, markup=False)
 
     def members(self, members: Mapping[int, Member]) -> None:
         """The stages' own words, as often as they are read."""
