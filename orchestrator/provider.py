@@ -56,6 +56,10 @@ class Order:
     spot_price_usd_hour: float | None = None
 
 
+# What providers say of an image that no machine can pull.
+IMAGE_FAULTS = ("manifest unknown", "pull access denied", "failed to resolve reference", "unauthorized:")
+
+
 class State(Enum):
     """Where a machine stands. It costs money in every state; only `destroy` ends that."""
 

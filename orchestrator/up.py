@@ -36,6 +36,7 @@ from pptasks.invitation import Invitation, parse
 from pptasks.modelinfo import Model
 
 HOLD_POLL_S, DETACH_POLL_S = 1.0, 0.2
+MAX_SAID = 64 << 10  # bytes of what a holder said that are passed on at once
 
 
 @click.command(context_settings=options.HELP)
@@ -218,7 +219,7 @@ class _Said:
     def __init__(self, path: Path):
         self._is_error = path.suffix == ".err"
         self.file = open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600), "r+b")  # noqa: SIM115
-        self._path, self._told = path, 0
+        self._told = 0
 
     def __enter__(self) -> "_Said":
         return self
@@ -227,12 +228,10 @@ class _Said:
         self.file.close()
 
     def tell(self) -> None:
-        """What has come since the last time."""
-        with self._path.open("rb") as file:
-            file.seek(self._told)
-            data = file.read()
-        self._told += len(data)
-        click.echo(data.decode(errors="replace"), nl=False, err=self._is_error)
+        """What has come since the last time. By the open file: its holder removes the name when it ends."""
+        while data := os.pread(self.file.fileno(), MAX_SAID, self._told):
+            self._told += len(data)
+            click.echo(data.decode(errors="replace"), nl=False, err=self._is_error)
 
 
 def _arguments() -> list[str]:

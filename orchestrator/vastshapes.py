@@ -6,7 +6,7 @@ from typing import cast
 
 from orchestrator.labels import Label
 from orchestrator.offers import region_countries
-from orchestrator.provider import Instance, Need, Offer, Order, State
+from orchestrator.provider import IMAGE_FAULTS, Instance, Need, Offer, Order, State
 from orchestrator.vastcalls import Scrubber
 from pptasks.errors import ProviderError
 
@@ -17,10 +17,7 @@ _STATES = {
     "provisioning": State.CREATING, "created": State.CREATING, "loading": State.LOADING, "rebooting": State.LOADING,
     "running": State.RUNNING,
 } | dict.fromkeys(("stopped", "frozen", "exited", "offline", "unknown"), State.ENDED)  # fmt: skip
-_FATAL = (
-    "manifest unknown", "pull access denied", "failed to resolve reference", "unauthorized:",
-    "oci runtime create failed",
-)  # fmt: skip
+_FATAL = (*IMAGE_FAULTS, "oci runtime create failed")
 
 
 def offer_query(need: Need) -> dict[str, object]:

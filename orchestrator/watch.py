@@ -7,7 +7,7 @@ is stuck. A download may take as long as it needs, but must stay above a floor o
 
 from dataclasses import dataclass, replace
 
-from orchestrator.provider import Instance, State
+from orchestrator.provider import IMAGE_FAULTS, Instance, State
 from pptasks.members import Member
 from pptasks.probe import expected
 
@@ -15,7 +15,6 @@ START, HELLO, READY = "start", "hello", "ready"
 IN_BYTES = ("download", "check")
 MB = 10**6
 OF_THE_MACHINE = ("ProbeFailed", "AuditFailed")  # what a worker says of its device, not of the run
-IMAGE_FAULTS = ("manifest unknown", "pull access denied", "failed to resolve reference", "unauthorized:")
 
 
 @dataclass(frozen=True)

@@ -249,3 +249,10 @@ def test_machines_join_are_dealt_stages_and_answer(tmp_path: Path, goldens: Path
         hidden = [ticket for ticket in tickets if ticket in ended.stderr + "".join(g.log.read_text() for g in guests)]
         assert hidden == []
         assert all(re.search(r"stage \d, blocks \[", guest.log.read_text()) for guest in guests)
+
+
+def test_detached_and_failing_late_it_says_why_though_its_files_are_gone(tmp_path: Path, goldens: Path) -> None:
+    up = pp_in(tmp_path, "up", "--detach", "--deadline", "1s", "--model", str(goldens / "llama-tied"))
+    assert up.returncode == 1
+    assert_one_line(up.stderr, "deadline")
+    assert not list((tmp_path / "pptasks" / "clusters").glob("*.err"))
