@@ -120,16 +120,12 @@ class Ledger:
 
     def open_rows(self, run: str | None = None) -> list[Rental]:
         """What is not confirmed to be gone, of one run or of all, oldest first."""
-        return self._open("AND coalesce(?, run) = run", run)
-
-    def older_than_deadline(self, now: float) -> list[Rental]:
-        """What is not confirmed to be gone though its deadline has passed, oldest first."""
-        return self._open("AND deadline < ?", now)
-
-    def _open(self, condition: str, value: object) -> list[Rental]:
-        query = f"SELECT {_COLUMNS} FROM rentals WHERE destroyed_at IS NULL {condition} ORDER BY intended_at, label"
+        query = (
+            f"SELECT {_COLUMNS} FROM rentals WHERE destroyed_at IS NULL AND coalesce(?, run) = run"
+            " ORDER BY intended_at, label"
+        )
         with self._transaction() as db:
-            return [Rental(*row) for row in db.execute(query, (value,))]
+            return [Rental(*row) for row in db.execute(query, (run,))]
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
