@@ -57,11 +57,24 @@ def deal(model: Model, settings: Settings, guests: Mapping[int, Guest]) -> Deal:
     """Stages for guests, by their seats; all of them get one. Guests are alike whatever their seats.
 
     A split "a,b,..." in `settings` is kept, and its stages go to the guests by what they need and have. "even", which
-    is what settings have when nobody chose, and "auto" leave the split to us. Raises PlanError, which names what is
-    missing.
+    is what settings have when nobody chose, and "auto" leave the split to us; so are the slots, unless they were given:
+    the most that fit. Raises PlanError, which names what is missing.
     """
     if not 1 <= len(guests) <= MAX_SEATS:
         raise PlanError(f"{len(guests)} machines: a run can be dealt to 1 to {MAX_SEATS}")
+    if settings.slots is not None:
+        return _deal(model, settings, guests)
+    slots = make_plan(model, replace(settings, stage=None, num_stages=len(guests), split="even", memory=None)).slots
+    while True:
+        try:
+            return _deal(model, replace(settings, slots=slots), guests)
+        except PlanError:
+            if slots == 1:
+                raise
+        slots //= 2
+
+
+def _deal(model: Model, settings: Settings, guests: Mapping[int, Guest]) -> Deal:
     settings = replace(settings, stage=None, num_stages=len(guests), memory=None)
     ranked = sorted(guests.values(), key=lambda guest: (-guest.speed, -guest.memory_bytes, guest.host, guest.seat))
     if "," in settings.split or settings.split.isdecimal():

@@ -48,7 +48,8 @@ class Joined:
     def settings(self) -> Settings:
         """With the split that was dealt."""
         settings = self._run.settings
-        return replace(settings, split=self._deal.split, memory=None) if self._deal else settings
+        deal = self._deal
+        return replace(settings, split=deal.split, slots=deal.plan.slots, memory=None) if deal else settings
 
     @property
     def plan(self) -> Plan:

@@ -140,7 +140,7 @@ class Table:
         user = create_user(self._redis, settings.run, stage, n_stages)
         db = self._redis.connection_pool.connection_kwargs.get("db") or 0
         theirs = replace(
-            settings, stage=stage, num_stages=n_stages, split=deal.split, memory=None,
+            settings, stage=stage, num_stages=n_stages, split=deal.split, slots=deal.plan.slots, memory=None,
             broker=user.login(f"redis://broker:6379/{db}"),
         )  # fmt: skip
         with self._broker():

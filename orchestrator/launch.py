@@ -20,7 +20,8 @@ from pptasks.models import open_model
 from pptasks.plan import make_plan
 
 DECIDED = (
-    "model", "stages", "split", "wire", "readout", "context", "memory", "weights", "slots", "prefill_chunk",
+    "model", "stages", "split", "wire", "readout", "context", "memory", "weights", "slots", "kv_bytes", "lanes",
+    "in_flight", "prefill_chunk",
     "link", "relay", "broker", "broker_port", "kernels", "audit_rate",
 )  # fmt: skip
 

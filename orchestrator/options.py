@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import click
 
 from orchestrator.run import EMBEDDED
-from pptasks.config import MAX_CHUNK, MAX_CONTEXT, MAX_SLOTS, MAX_STAGES
-from pptasks.request import MAX_TEMPERATURE, MAX_TOKENS, MAX_TOP_K, MIN_TOP_P
+from pptasks.config import MAX_CHUNK, MAX_CONTEXT, MAX_IN_FLIGHT, MAX_SLOTS, MAX_STAGES
+from pptasks.request import MAX_PENALTY, MAX_TEMPERATURE, MAX_TOKENS, MAX_TOP_K, MIN_TOP_P
+from pptasks.wire import MAX_LOGPROBS
 
 IMAGE = "docker.io/pptasks/gpu-node:0.1.0"
 MAX_DEADLINE_S = 30 * 86400
@@ -110,7 +111,18 @@ model = group(
         type=click.Choice(["16bit", "quantized"]),
         default="16bit",
     ),
-    option("--slots", "Sequences in flight at once.", type=click.IntRange(1, MAX_SLOTS), default=4),
+    option(
+        "--slots",
+        "Sequences that the KV cache holds at once.  [default: 16, or as many as fit]",
+        type=click.IntRange(1, MAX_SLOTS),
+    ),
+    option("--kv-bytes", "Most memory of a stage for its KV cache.  [default: what is free]", metavar="SIZE"),
+    option("--lanes", "Most sequences that one lap carries.", type=click.IntRange(1, MAX_SLOTS), default=32),
+    option(
+        "--in-flight",
+        "Laps under way at once; more of them hide a slow network.  [default: as many as stages]",
+        type=click.IntRange(1, MAX_IN_FLIGHT),
+    ),
     option(
         "--prefill-chunk",
         "Most rows of a frame: tokens of prompts, or sequences that decode.",
@@ -236,6 +248,32 @@ sampling = group(
         "Makes sampling repeatable.  [default: a fresh one]",
         type=click.IntRange(0, (1 << 64) - 1),
     ),
+)
+
+answer = group(
+    option("--system", "What the model is told about its part, before everything else.", metavar="TEXT"),
+    option(
+        "--stop", "End the answer before this text, which is not shown; several may be given.", metavar="TEXT", multiple=True
+    ),
+    option(
+        "--presence-penalty",
+        "Makes tokens that the answer has already less likely; below 0: likelier.",
+        type=Number(-MAX_PENALTY, MAX_PENALTY),
+        default=0.0,
+    ),
+    option(
+        "--frequency-penalty",
+        "The same, for each time that it has them.",
+        type=Number(-MAX_PENALTY, MAX_PENALTY),
+        default=0.0,
+    ),
+)
+
+logprobs = option(
+    "--logprobs",
+    "With --json: each token's log-probability, and those of the N likeliest in its place.",
+    type=click.IntRange(0, MAX_LOGPROBS),
+    metavar="N",
 )
 
 prompt = group(

@@ -9,12 +9,13 @@ from typing import Any
 from pptasks import errors
 from pptasks.errors import PPError, RequestFailed
 from pptasks.shown import line
+from pptasks.stream import logprobs_of
 
 # What a head that is asked for a text, or to verify one, may say of it.
 _OF_A_HEAD = (
-    PPError, errors.RequestError, errors.RequestFailed, errors.VerifyFailed, errors.NotReady, errors.BrokerError,
-    errors.StorageError, errors.ModelError, errors.ModelNotFound, errors.ModelFileError, errors.Unsupported,
-    errors.DownloadError, errors.NeedsToken, errors.ProbeFailed,
+    PPError, errors.RequestError, errors.PromptTooLong, errors.RequestFailed, errors.Busy, errors.VerifyFailed,
+    errors.NotReady, errors.BrokerError, errors.StorageError, errors.ModelError, errors.ModelNotFound,
+    errors.ModelFileError, errors.Unsupported, errors.DownloadError, errors.NeedsToken, errors.ProbeFailed,
 )  # fmt: skip
 _MAX = (1 << 64) - 1  # of a seed
 _MAX_WORD = 40
@@ -104,12 +105,24 @@ def _maybe(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
+def _logprobs(value: Any) -> Any:
+    try:
+        logprobs_of(value)
+    except TypeError:
+        raise ValueError("no log-probability") from None
+    return value
+
+
 _ACCOUNT: Mapping[str, Check] = {
     "text": _text,
     "token_ids": _list(_whole),
     "prompt_token_ids": _list(_whole),
     "finish_reason": _word,
     "seed": _maybe(_whole),
+    "prompt_tokens": _whole,
+    "cached_tokens": _whole,
+    "completion_tokens": _whole,
+    "logprobs": _maybe(_list(_logprobs)),
     "timings": _fields(dict.fromkeys(TIMINGS, _maybe(_figure))),
 }
 _STAGE_CHECK: Mapping[str, Check] = {

@@ -52,7 +52,7 @@ class Client:
         try:
             for piece in stream.read(client, self._keys, request_id):
                 yield piece
-                if piece is None and was_ready:
+                if (piece is None and was_ready) or (piece is not None and piece.end):
                     return
                 was_ready = piece is None and _has_ended(AsyncResult(request_id, app=self.app))
         finally:

@@ -14,7 +14,11 @@ A worker is told what it is by its environment, so that the same command starts 
 | PP_WIRE | dtype of the hidden state on the wire: bf16, f16, f32 | bf16 |
 | PP_READOUT | auto, first (ring) or last (line) | auto |
 | PP_CONTEXT | positions that a slot holds | 2048, or the model's if that is less |
-| PP_SLOTS | sequences that can be in flight | 4 |
+| PP_SLOTS | sequences that the KV cache holds, where memory allows | up to 16 |
+| PP_KV_BYTES | most bytes of a stage's KV cache, such as 2G | what is free |
+| PP_LANES | most sequences of a lap | 32 |
+| PP_IN_FLIGHT | laps that are under way at once | as many as stages |
+| PP_MAX_WAITING | requests that may wait for a slot | 1024 |
 | PP_PREFILL_CHUNK | most rows of a frame | 128 |
 | PP_MEMORY | bytes of each stage "8G,24G", for PP_SPLIT=auto and a check | none |
 | PP_WEIGHTS | how quantised weights are held: 16bit, quantized | 16bit |
@@ -43,6 +47,8 @@ from pptasks.keys import stage_name, stage_queue
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MAX_STAGES = 1024
 MAX_SLOTS = 1024
+MAX_IN_FLIGHT = 64
+MAX_WAITING = 1 << 16
 MAX_CHUNK = 4096
 MAX_CONTEXT = 1 << 20
 BROKER_GRACE_S = 7.0  # without a broker for that long, the run is gone; a broker that restarts needs less
@@ -78,7 +84,11 @@ class Settings:
     wire: str = field(default="bf16", metadata=_env("PP_WIRE"))
     readout: str = field(default="auto", metadata=_env("PP_READOUT"))
     context: int | None = field(default=None, metadata=_env("PP_CONTEXT"))
-    slots: int = field(default=4, metadata=_env("PP_SLOTS"))
+    slots: int | None = field(default=None, metadata=_env("PP_SLOTS"))
+    kv_bytes: str | None = field(default=None, metadata=_env("PP_KV_BYTES"))
+    lanes: int = field(default=32, metadata=_env("PP_LANES"))
+    in_flight: int | None = field(default=None, metadata=_env("PP_IN_FLIGHT"))
+    max_waiting: int = field(default=1024, metadata=_env("PP_MAX_WAITING"))
     prefill_chunk: int = field(default=128, metadata=_env("PP_PREFILL_CHUNK"))
     memory: str | None = field(default=None, metadata=_env("PP_MEMORY"))
     weights: str = field(default="16bit", metadata=_env("PP_WEIGHTS"))
@@ -111,7 +121,12 @@ class Settings:
         _choice("PP_KERNELS", self.kernels, ("auto", "tinygrad"))
         if self.context is not None:
             _range("PP_CONTEXT", self.context, 1, MAX_CONTEXT)
-        _range("PP_SLOTS", self.slots, 1, MAX_SLOTS)
+        if self.slots is not None:
+            _range("PP_SLOTS", self.slots, 1, MAX_SLOTS)
+        if self.in_flight is not None:
+            _range("PP_IN_FLIGHT", self.in_flight, 1, MAX_IN_FLIGHT)
+        _range("PP_LANES", self.lanes, 1, MAX_SLOTS)
+        _range("PP_MAX_WAITING", self.max_waiting, 1, MAX_WAITING)
         _range("PP_PREFILL_CHUNK", self.prefill_chunk, 1, MAX_CHUNK)
         if not 0 <= self.audit_rate <= 1:
             raise ConfigError(f"PP_AUDIT_RATE is {self.audit_rate}: give a share of steps between 0 and 1")
@@ -157,7 +172,9 @@ class Settings:
 
 _OF_THE_MACHINE = ("PP_CACHE", "CC", "PP_LAP_DEADLINE", "HF_ENDPOINT", "HF_TOKEN", "HF_HOME")
 _PARSERS: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(("stage", "num_stages", "context", "slots", "prefill_chunk"), int),
+    **dict.fromkeys(
+        ("stage", "num_stages", "context", "slots", "prefill_chunk", "lanes", "in_flight", "max_waiting"), int
+    ),
     **dict.fromkeys(("lap_deadline_s", "audit_rate", "broker_grace_s"), float),
     **dict.fromkeys(("cache", "hf_home"), Path),
     **dict.fromkeys(("lease", "verify"), lambda raw: {"0": False, "1": True}[raw]),

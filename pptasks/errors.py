@@ -11,7 +11,8 @@
     │   ├── Unsupported         an architecture, tensor type or tokenizer that we do not know, by name
     │   └── DownloadError       a server, a network or a disk that does not give or take the bytes
     │       └── NeedsToken      a repository that is gated or private: a licence to accept, a token to give
-    ├── RequestError            a request that no pipeline could serve: empty, too long, an id outside the vocabulary
+    ├── RequestError            a request that no pipeline could serve: empty, an id outside the vocabulary
+    │   └── PromptTooLong       a prompt that has more tokens than the context holds
     ├── WireError               a frame that is refused
     │   ├── VersionMismatch     a version that we do not speak
     │   ├── MalformedFrame      wrong length, wrong magic, a size over the limit
@@ -38,6 +39,7 @@
     ├── VerifyFailed         an answer that came out otherwise when it was computed again
     ├── AuditFailed             a live product that was computed again and came out otherwise
     └── RequestFailed           the pipeline gave up on a request
+        └── Busy                as many requests wait already as the head takes: send it again later
 
 A message names the thing and says what to do. None of them ever holds a secret.
 """
@@ -90,6 +92,10 @@ class NeedsToken(DownloadError):
 
 
 class RequestError(PPError):
+    pass
+
+
+class PromptTooLong(RequestError):
     pass
 
 
@@ -206,4 +212,8 @@ class AuditFailed(PPError):
 
 
 class RequestFailed(PPError):
+    pass
+
+
+class Busy(RequestFailed):
     pass

@@ -50,6 +50,27 @@ class Member:
     error: str = ""
     error_type: str = ""  # of errors.py
     rtt_ms: float = 0.0  # to the broker and back, at its last heartbeat
+    # How it does; counters rise from the worker's start.
+    at_us: int = 0  # when this was so, on the worker's own steady clock
+    steps: int = 0  # laps that it computed
+    rows: int = 0  # positions that it computed
+    busy_us: int = 0  # spent computing
+    lanes: int = 0  # of its last lap
+    slots: int = 0  # sequences that its KV cache holds
+    kv_bytes: int = 0  # of that cache
+    compiles: int = 0  # programs compiled or loaded when it started
+    refused: int = 0  # messages that it did not serve
+    # The head alone.
+    live: int = 0  # requests in a slot
+    waiting: int = 0
+    in_flight: int = 0  # laps
+    tokens: int = 0  # generated
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, not computed again
+    requests: int = 0  # that were answered
+    cancelled: int = 0
+    failed: int = 0
+    hop_us: float = 0.0  # a recent median; 0: none was measured
 
     @classmethod
     def from_json(cls, raw: bytes | str) -> "Member":

@@ -58,6 +58,7 @@ class Membership:
         self._lock = Lock(self._client, keys.lock(stage), timeout=TTL_S, blocking=False, thread_local=False)
         self._watch_lease, self._broker_grace_s, self._on_gone = watch_lease, broker_grace_s, on_gone
         self._on_restart: Callable[[int], None] | None = None
+        self._figures: Callable[[], dict[str, Any]] = dict
         self._incarnations: dict[int, str] = {}
         self._guard = threading.Lock()
         self._changed, self._stop = threading.Event(), threading.Event()
@@ -92,12 +93,16 @@ class Membership:
             self._member = replace(self._member, **changes)
         self._changed.set()
 
-    def everyone_ready(self, plan: Plan) -> bool:
-        """True when all stages are ready and hold `plan` and our secret, as the broker says. Raises as check_ready."""
+    def slots_of_all(self, plan: Plan) -> int:
+        """How many slots every stage holds, once all are ready with `plan` and our secret, as the broker says; 0 until
+        then. Raises as check_ready."""
         try:
-            return check_ready(read_members(self._client, self._keys, self._n_stages), plan, self._member.key_id)
+            members = read_members(self._client, self._keys, self._n_stages)
         except redis.RedisError:
-            return False
+            return 0
+        if not check_ready(members, plan, self._member.key_id):
+            return 0
+        return min(plan.slots, *(member.slots for member in members.values()))
 
     def arithmetics(self) -> set[str]:
         """Those of all stages, as the broker says now. Raises BrokerError, or NotReady for a stage that is away."""
@@ -108,6 +113,10 @@ class Membership:
         if away := [i for i in range(self._n_stages) if i not in members]:
             raise NotReady(f"stage {away[0]} is away: verify again when it is back")
         return {member.arithmetic for member in members.values()}
+
+    def watch_figures(self, figures: Callable[[], dict[str, Any]]) -> None:
+        """Call `figures()` at each heartbeat: fields of `Member` that tell how the worker does."""
+        self._figures = figures
 
     def watch_restarts(self, on_restart: Callable[[int], None]) -> None:
         """Call `on_restart(stage)` when a stage is ready again in another incarnation: its KV cache is empty."""
@@ -186,7 +195,7 @@ class Membership:
 
     def _publish(self) -> None:
         began = time.monotonic()
-        member = replace(self._member, rss_bytes=psutil.Process().memory_info().rss)
+        member = replace(self._member, rss_bytes=psutil.Process().memory_info().rss, **self._figures())
         with self._client.pipeline(transaction=False) as pipe:
             pipe.set(self._keys.member(member.stage), json.dumps(asdict(member)), px=int(TTL_S * 1000))
             if member.state == "ready":

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from pptasks.modelinfo import Model, memory_bytes
 from pptasks.wire import DIGEST_BYTES, DTYPES, max_rows
 
 DEFAULT_CONTEXT = 2048
+DEFAULT_SLOTS = 16  # if they fit what --memory and --kv-bytes allow; else as many as do
 MIN_MEMORY = 1 << 20  # bytes; less is a unit that was forgotten
 
 
@@ -52,7 +53,7 @@ class Plan:
     wire: str  # dtype of the hidden state between stages: bf16, f16, f32
     readout: str  # "first": on the head, a ring; "last": on the last stage, a line
     context: int  # positions that a slot holds
-    slots: int  # sequences in flight
+    slots: int  # sequences in flight, where the stages' memory allows it (`Member.slots`)
     max_rows: int  # most rows of a frame
     weights: str = "16bit"  # how quantised weights are held: 16bit, quantized
 
@@ -95,26 +96,38 @@ def make_plan(model: Model, settings: Settings) -> Plan:
 
     Raises PlanError.
     """
+    obstacle = PlanError("no slots")
+    for slots in [settings.slots] if settings.slots else range(DEFAULT_SLOTS, 0, -1):
+        try:
+            return _plan(model, replace(settings, slots=slots), slots)
+        except TooLarge as e:
+            obstacle = e
+    raise obstacle
+
+
+class TooLarge(PlanError):
+    """Weights and KV cache are more than a stage may hold: fewer slots may do."""
+
+
+def _plan(model: Model, settings: Settings, slots: int) -> Plan:
     config = model.config
     if settings.context is not None and settings.context > config.context:
         raise PlanError(
             f"context {settings.context} is more than the {config.context} positions that {model.name} was trained for"
         )
-    rows = min(settings.prefill_chunk, max_rows(config.dim, DTYPES["f32"], settings.slots))  # a TRACE is float32
+    rows = min(settings.prefill_chunk, max_rows(config.dim, DTYPES["f32"], slots))  # a TRACE is float32
     if rows < 1:
-        raise PlanError(
-            f"not one hidden state of width {config.dim} with {settings.slots} lanes fits a frame: use fewer slots"
-        )
+        raise PlanError(f"not one hidden state of width {config.dim} with {slots} lanes fits a frame: use fewer slots")
     readout = settings.readout if settings.readout != "auto" else "first" if config.tied else "last"
     context = settings.context or min(DEFAULT_CONTEXT, config.context)
     plan = Plan(
-        spans=_spans_of(model, settings, readout, context),
+        spans=_spans_of(model, settings, slots, readout, context),
         n_blocks=config.n_blocks,
         fingerprint=model.fingerprint,
         wire=settings.wire,
         readout=readout,
         context=context,
-        slots=settings.slots,
+        slots=slots,
         max_rows=rows,
         weights=settings.weights,
     )
@@ -134,12 +147,12 @@ def cache_bytes(model: Model, slots: int, context: int) -> int:
     return 2 * 4 * slots * context * model.config.n_kv_heads * model.config.head_dim
 
 
-def _spans_of(model: Model, settings: Settings, readout: str, context: int) -> tuple[Span, ...]:
+def _spans_of(model: Model, settings: Settings, slots: int, readout: str, context: int) -> tuple[Span, ...]:
     n_blocks, stages = model.config.n_blocks, settings.num_stages
     if settings.split != "auto" or settings.memory is None:
         return partition(n_blocks, stages, settings.split, *_parameter_costs(model, stages, readout))
     sizes = memory_sizes(settings.memory, stages)
-    cache = cache_bytes(model, settings.slots, context)
+    cache = cache_bytes(model, slots, context)
     blocks = [memory_bytes(model.block_tensors(i), settings.weights) + cache for i in range(n_blocks)]
     extra = [0] * stages
     for stage in {0, 0 if readout == "first" else stages - 1}:
@@ -150,13 +163,23 @@ def _spans_of(model: Model, settings: Settings, readout: str, context: int) -> t
 
 
 def _check_memory(model: Model, plan: Plan, settings: Settings) -> None:
+    """Raises TooLarge."""
+    if settings.kv_bytes is not None:
+        [most] = memory_sizes(settings.kv_bytes, 1)
+        for stage, span in enumerate(plan.spans):
+            if (need := len(span) * cache_bytes(model, plan.slots, plan.context)) > most:
+                raise TooLarge(
+                    f"stage {stage} with blocks {span} needs {need / 1e6:,.0f} MB of KV cache for {plan.slots} "
+                    f"sequences of {plan.context} positions, and --kv-bytes allows {most / 1e6:,.0f} MB: "
+                    "use more stages, fewer slots, or a smaller context"
+                )
     if settings.memory is None:
         return
     for stage, size in enumerate(memory_sizes(settings.memory, plan.n_stages)):
         need = stage_bytes(model, plan, stage)
         if need > size:
             who = f"stage {stage} with blocks {plan.spans[stage]}"
-            raise PlanError(
+            raise TooLarge(
                 f"{who} needs {need / 1e6:,.0f} MB for weights and KV cache, and has {size / 1e6:,.0f} MB: "
                 "use more stages, --split auto, fewer slots, a smaller context, or --weights quantized"
             )

@@ -1,56 +1,128 @@
-"""The tokens of a request as they come: a Redis stream that the head writes and the client reads.
+"""The tokens of requests as they come: a Redis stream that the head writes and a client reads.
 
-One entry a write, with one field `e`: JSON `{"ids": [...], "text": "..."}`, and at the end `{"end": "ok" | "failed" |
-"cancelled"}`, after which the task's result holds the rest. The stream lives for `KEEP_S` seconds after the last
-write.
+A request has a stream of its own, named by its task id, or shares one with others that asked for the same `reply`: then
+one read brings all that a lap made. An entry has one field `e`: JSON `{"pieces": [{"request": id, "ids": [...], "text":
+"..."}, ...]}`, with "logprobs" where they were asked for; the last piece of a request is `{"request": id, "end": "ok" |
+"failed" | "cancelled", ...}`. A stream lives for `KEEP_S` seconds after it was last written to.
 """
 
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import redis
 
 from pptasks.errors import RequestFailed
 from pptasks.keys import Keys
+from pptasks.shown import line
 
 KEEP_S = 3600
-_AT_ONCE, _MAX_ENTRY = 16, 64 << 10  # entries of a read, and bytes of one: a token's text is short
+SHARED_ENTRIES = 16384  # of a stream that many requests share, about: a reader that is so far behind has gone
+_RENEW_S = 60.0  # a stream's life is renewed that often
+_AT_ONCE, _MAX_ENTRY = 16, 2 << 20  # entries of a read, and bytes of one
 _ENDS = ("ok", "failed", "cancelled")
 _POLL_MS = 1000  # under redis-py's socket timeout, so that a broken link is seen
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens that came, and their text: "" while a character is incomplete. `end` is set on the last piece of a
-    stream."""
+class TokenLogprobs:
+    """One token of an answer: the natural logarithm of its probability, and the likeliest ids of that place.
 
+    Of the softmax of the logits as they are, before temperature and penalties. Texts are single tokens, U+FFFD where
+    one is no whole character; `raw` are the token's bytes.
+    """
+
+    id: int
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()  # id, text, logprob
+
+    def to_json(self) -> list[Any]:
+        return [self.id, self.text, self.raw.hex(), self.logprob, self.top]
+
+
+@dataclass(frozen=True)
+class Account:
+    """How a request that was answered ended. `finish_reason`: "stop" or "length"."""
+
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt: its KV cache was there already
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a request, and their text: "" while a character or a stop text is incomplete. The last piece of a
+    request has `end`; with "ok" an account, with "failed" what happened."""
+
+    request: str
     ids: tuple[int, ...] = ()
     text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
     end: str | None = None
+    account: Account | None = None
+    error: str = ""
+    error_type: str = ""  # a class of errors.py
 
 
-def write(client: redis.Redis, keys: Keys, request_id: str, number: int, piece: Piece) -> None:
-    """Append the piece `number` (1, 2, ...) of a stream; a second copy of it changes nothing."""
-    entry = {"end": piece.end} if piece.end else {"ids": piece.ids, "text": piece.text}
-    with client.pipeline(transaction=False) as pipe:
-        if number == 1:  # of a request that was sent before under the same id
-            pipe.delete(keys.stream(request_id))
-        pipe.xadd(keys.stream(request_id), {"e": json.dumps(entry)}, id=f"{number}-1")
-        pipe.expire(keys.stream(request_id), KEEP_S)
-        *_, added, _ = pipe.execute(raise_on_error=False)
-    if isinstance(added, redis.ResponseError) and "equal or smaller" in str(added):
-        return  # it was written before, and the answer was lost
-    if isinstance(added, Exception):
-        raise added
+class Writer:
+    """The head's side. Entries are numbered on from `first`, which must be above those of any head before."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, first: int):
+        self._client, self._keys, self._number = client, keys, first
+        self._renewed: dict[str, float] = {}  # when the life of each stream was renewed
+
+    def prepare(self, pieces: Mapping[str, Sequence[Piece]]) -> "Entries":
+        """Pieces by the name of their stream, to be written once: `write` may be called again with the same."""
+        self._number += 1
+        return Entries(self._number, {name: _encode(of_one) for name, of_one in pieces.items()}, _own(pieces))
+
+    def write(self, entries: "Entries") -> None:
+        """Append them. What was written before, and only its answer lost, is not written twice."""
+        now, sent = time.monotonic(), list[bool]()
+        with self._client.pipeline(transaction=False) as pipe:
+            for name, data in entries.data.items():
+                key, own = self._keys.stream(name), name in entries.own
+                if own and name not in self._renewed:  # of a request that was sent before under the same id
+                    pipe.delete(key)
+                    sent.append(False)
+                most = None if own else SHARED_ENTRIES
+                pipe.xadd(key, {"e": data}, id=f"{entries.number}-1", maxlen=most)
+                sent.append(True)
+                if now - self._renewed.get(name, -math.inf) > _RENEW_S:
+                    pipe.expire(key, KEEP_S)
+                    sent.append(False)
+            answers = pipe.execute(raise_on_error=False)
+        for added in (answer for answer, is_add in zip(answers, sent, strict=True) if is_add):
+            if isinstance(added, Exception) and "equal or smaller" not in str(added):
+                raise added
+        self._renewed |= {name: now for name in entries.data if now - self._renewed.get(name, -math.inf) > _RENEW_S}
+        for name in entries.own:
+            if entries.own[name]:
+                self._renewed.pop(name, None)
+        if len(self._renewed) > SHARED_ENTRIES:
+            self._renewed = {name: at for name, at in self._renewed.items() if now - at < KEEP_S}
 
 
-def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | None]:
+@dataclass(frozen=True)
+class Entries:
+    """What is written at once. `own`: streams of one request each, and whether this is their end."""
+
+    number: int
+    data: Mapping[str, str]
+    own: Mapping[str, bool]
+
+
+def read(client: redis.Redis, keys: Keys, name: str) -> Iterator[Piece | None]:
     """Pieces as they come, from the first; None once a second while there is nothing new, so that the caller can look
-    around. Raises RequestFailed for an entry that is no piece."""
+    around. It never ends by itself. Raises RequestFailed for an entry that is none."""
     last = "0"
-    key = keys.stream(request_id)
+    key = keys.stream(name)
     while True:
         try:
             found = client.xread({key: last}, count=_AT_ONCE, block=_POLL_MS)
@@ -60,38 +132,93 @@ def read(client: redis.Redis, keys: Keys, request_id: str) -> Iterator[Piece | N
         if not found:
             yield None
             continue
-        for entry_id, fields in _entries(found):
+        for entry_id, fields in entries_of(found):
             last = entry_id
             try:
-                piece = _piece(fields)
-            except (ValueError, RecursionError):
+                pieces = pieces_of(fields)
+            except ValueError:
                 which = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
-                raise RequestFailed(
-                    f"entry {which} of the answer to request {request_id} is no piece of text"
-                ) from None
-            yield piece
-            if piece.end:
-                return
+                raise RequestFailed(f"entry {which} of the answer on {name} is no piece of text") from None
+            yield from pieces
 
 
-def _piece(fields: dict[bytes, bytes]) -> Piece:
-    """Raises ValueError or RecursionError for fields that `write` did not write."""
-    raw = fields.get(b"e", b"")
-    entry = json.loads(raw) if len(raw) <= _MAX_ENTRY else None
-    if not isinstance(entry, dict):
-        raise ValueError("not a piece")
-    ids, text, end = entry.get("ids", []), entry.get("text", ""), entry.get("end")
-    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
-        raise ValueError("a piece with other things than token ids")
-    if not isinstance(text, str) or not (end in _ENDS if "end" in entry else ids):
-        raise ValueError("a piece without text, or with an unknown end")
-    text.encode()  # half a surrogate cannot be written anywhere
-    return Piece(tuple(ids), text, end)
-
-
-def _entries(found: object) -> list[tuple[str, dict[bytes, bytes]]]:
+def entries_of(found: object) -> list[tuple[Any, dict[bytes, bytes]]]:
     """The entries of an XREAD reply of one stream, whatever protocol the client speaks (a list in RESP2, a dict in
     RESP3)."""
     if isinstance(found, dict):
         return [entry for batches in found.values() for batch in batches for entry in batch]
     return [entry for _, entries in found for entry in entries]  # type: ignore[attr-defined]
+
+
+def pieces_of(fields: Mapping[bytes, bytes]) -> list[Piece]:
+    """The pieces of an entry. Raises ValueError for fields that no `Writer` wrote."""
+    raw = fields.get(b"e", b"")
+    try:
+        entry = json.loads(raw) if len(raw) <= _MAX_ENTRY else None
+        return [_piece(record) for record in entry["pieces"]]  # type: ignore[index]
+    except (TypeError, KeyError, RecursionError, UnicodeEncodeError) as e:
+        raise ValueError(f"not an entry: {type(e).__name__}") from None
+
+
+def _own(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, bool]:
+    return {name: of_one[-1].end is not None for name, of_one in pieces.items() if of_one[-1].request == name}
+
+
+def _encode(pieces: Sequence[Piece]) -> str:
+    return json.dumps({"pieces": [_record(piece) for piece in pieces]}, separators=(",", ":"))
+
+
+def _record(piece: Piece) -> dict[str, Any]:
+    record: dict[str, Any] = {"request": piece.request}
+    if piece.ids or piece.text or not piece.end:
+        record |= {"ids": piece.ids, "text": piece.text}
+    if piece.logprobs:
+        record["logprobs"] = [t.to_json() for t in piece.logprobs]
+    if piece.end:
+        record["end"] = piece.end
+    if (a := piece.account) is not None:
+        record["account"] = [a.finish_reason, a.prompt_tokens, a.cached_tokens, a.completion_tokens]
+    if piece.error:
+        record |= {"error": piece.error, "error_type": piece.error_type}
+    return record
+
+
+def _piece(record: Any) -> Piece:
+    """Raises ValueError, TypeError or KeyError."""
+    ids, text, end, account = record.get("ids", []), record.get("text", ""), record.get("end"), record.get("account")
+    if not isinstance(ids, list) or not all(_is_id(token) for token in ids):
+        raise ValueError("a piece with other things than token ids")
+    if not (isinstance(record["request"], str) and isinstance(text, str) and (end is None or end in _ENDS)):
+        raise ValueError("a piece without request or text, or with an unknown end")
+    text.encode()  # half a surrogate cannot be written anywhere
+    return Piece(
+        record["request"],
+        tuple(ids),
+        text,
+        tuple(logprobs_of(t) for t in record.get("logprobs", ())),
+        end,
+        None if account is None else _account(*account),
+        line(str(record.get("error", ""))),
+        line(str(record.get("error_type", "")), 40),
+    )
+
+
+def _account(finish_reason: Any, *counts: Any) -> Account:
+    if finish_reason not in ("stop", "length") or not all(type(n) is int and 0 <= n < 1 << 31 for n in counts):
+        raise ValueError("no account")
+    return Account(finish_reason, *counts)
+
+
+def logprobs_of(record: Any) -> TokenLogprobs:
+    """[id, text, hexadecimal bytes, logprob, [[id, text, logprob], ...]]. Raises ValueError or TypeError."""
+    token, text, raw, logprob, top = record
+    parts = [(token, text, logprob), *top]
+    for i, t, p in parts:
+        if not (_is_id(i) and isinstance(t, str) and type(p) in (int, float) and -math.inf < p <= 1e-3):
+            raise ValueError("no log-probability")
+        t.encode()
+    return TokenLogprobs(token, text, bytes.fromhex(raw), logprob, tuple(parts[1:]))
+
+
+def _is_id(token: Any) -> bool:
+    return type(token) is int and 0 <= token < 1 << 31

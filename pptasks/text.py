@@ -65,6 +65,10 @@ class Text:
             ids = self._tokenize_disguised(rendered)
         return self._with_bos(ids)
 
+    def of_token(self, token: int) -> bytes:
+        """The bytes of one token; empty for a control token, and for an id that has no entry."""
+        return self._vocabulary.bytes_of(token)
+
     def decoder(self) -> "Decoder":
         """A decoder for one sequence of generated ids."""
         return Decoder(self._vocabulary)

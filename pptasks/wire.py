@@ -5,8 +5,11 @@ Layout, little-endian, in this order:
     header   76 bytes       magic "PPTF", version u8, kind u8, dtype u8, error code u8, sender u16, flags u16,
                             plan digest 16s, run 16s, step u64, compute us u64, lanes u32, rows u32, width u32,
                             payload bytes u32
-    lanes    64 bytes each  request 16s, attempt u32, slot u32, position u32, length u32, readout u32,
-                            temperature f64, top_k u32, top_p f64, seed u64
+    lanes    112 bytes each request 16s, attempt u32, slot u32, position u32, length u32, readout u32,
+                            shared: request 16s, slot u32, length u32 (all 0: nothing is);
+                            temperature f64, top_k u32, top_p f64, seed u64, presence f64, frequency f64,
+                            logprobs u32 (0: none, else one more than the alternatives), counts u32
+    counts   8 bytes each   id u32, times u32: those of all lanes, in the order of the lanes
     payload                 rows x width values of dtype, C order
     tag      32 bytes       HMAC-SHA256 over all of the above with the run's secret
 
@@ -19,8 +22,11 @@ import hashlib
 import hmac
 import math
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,15 +34,19 @@ import numpy as np
 from pptasks.errors import BadTag, MalformedFrame, VersionMismatch
 
 MAGIC = b"PPTF"
-VERSION = 2
+VERSION = 3
 TAG_BYTES = 32
 MAX_LANES = 1024
+MAX_COUNTS = 1 << 18  # of all lanes of a frame
 MAX_FRAME_BYTES = 16 << 20
+MAX_LOGPROBS = 20
 ID_BYTES = 16
 DIGEST_BYTES = 16
 
 _HEADER = struct.Struct("<4sBBBBHH16s16sQQIIII")
-_LANE = struct.Struct("<16sIIIIIdIdQ")
+_LANE = struct.Struct("<16sIIIII16sIIdIdQddII")
+_COUNT = np.dtype("<u4")  # two of them
+_NOBODY = bytes(16)
 _VERSION_AT = 4
 _TRACED = 1
 
@@ -82,12 +92,37 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    presence_penalty: float = 0.0  # subtracted from the logit of an id that was generated already
+    frequency_penalty: float = 0.0  # the same, times how often
+    logprobs: int | None = None  # alternatives to tell of each token; None: not even its own log-probability
+
+    @property
+    def is_penalised(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def columns(self) -> int:
+        """int32 values that tell of a token: its id, then pairs of a float32 log-probability and the next id."""
+        return 1 if self.logprobs is None else 2 + 2 * self.logprobs
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The first `length` positions of a sequence are those of `request`, whose KV cache is in `slot`."""
+
+    request: bytes  # 16 bytes, see `short_id`
+    slot: int
+    length: int
 
 
 @dataclass(frozen=True)
 class Lane:
     """One sequence inside a frame: `length` rows at positions `[position, position + length)` of a slot, the last
-    `readout` of them read out."""
+    `readout` of them read out.
+
+    `counts`: how often each id was generated so far, where the sampling asks for penalties. `shared`: what a stage
+    copies into the slot before; only with `position` right behind it.
+    """
 
     request: bytes  # 16 bytes, see `short_id`
     attempt: int
@@ -96,6 +131,8 @@ class Lane:
     length: int
     readout: int
     sampling: Sampling = Sampling()
+    counts: tuple[tuple[int, int], ...] = ()
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,14 +174,14 @@ def key_id(secret: bytes) -> str:
     return hashlib.blake2b(secret, digest_size=8, person=b"pptasks key id").hexdigest()
 
 
-def frame_bytes(lanes: int, rows: int, width: int, dtype: np.dtype) -> int:
+def frame_bytes(lanes: int, counts: int, rows: int, width: int, dtype: np.dtype) -> int:
     """Size of a frame on the wire."""
-    return _HEADER.size + lanes * _LANE.size + rows * width * dtype.itemsize + TAG_BYTES
+    return _HEADER.size + lanes * _LANE.size + counts * 8 + rows * width * dtype.itemsize + TAG_BYTES
 
 
 def max_rows(width: int, dtype: np.dtype, lanes: int) -> int:
-    """Rows of `width` values that fit one frame with `lanes` lanes."""
-    return max(0, (MAX_FRAME_BYTES - frame_bytes(lanes, 0, 0, dtype)) // (width * dtype.itemsize))
+    """Rows of `width` values that fit one frame with `lanes` lanes and their counts."""
+    return max(0, (MAX_FRAME_BYTES - frame_bytes(lanes, MAX_COUNTS, 0, 0, dtype)) // (width * dtype.itemsize))
 
 
 def encode(frame: Frame, secret: bytes) -> bytes:
@@ -152,7 +189,8 @@ def encode(frame: Frame, secret: bytes) -> bytes:
     if frame.payload.ndim != 2:
         raise MalformedFrame(f"a payload of shape {frame.payload.shape}; it has rows and a width")
     rows, width = frame.payload.shape
-    size = frame_bytes(len(frame.lanes), rows, width, frame.payload.dtype)
+    counts = [count for lane in frame.lanes for count in lane.counts]
+    size = frame_bytes(len(frame.lanes), len(counts), rows, width, frame.payload.dtype)
     _check(frame.kind, frame.payload.dtype, frame.lanes, rows, width, size)
     payload = np.ascontiguousarray(frame.payload)
     if len(frame.plan) != DIGEST_BYTES or len(frame.run) != ID_BYTES:
@@ -176,7 +214,7 @@ def encode(frame: Frame, secret: bytes) -> bytes:
         payload.nbytes,
     )
     lanes = b"".join(_pack_lane(lane) for lane in frame.lanes)
-    body = b"".join((head, lanes, payload.view(np.uint8).data if payload.nbytes else b""))
+    body = b"".join((head, lanes, _pack_counts(counts), payload.view(np.uint8).data if payload.nbytes else b""))
     return body + _tag(secret, body)
 
 
@@ -228,30 +266,39 @@ def _unpack(view: memoryview) -> Frame:
         raise MalformedFrame(f"a frame with flags {flags:#x}: not known to version {VERSION}")
     if n_lanes > MAX_LANES:
         raise MalformedFrame(f"a frame with {n_lanes} lanes; at most {MAX_LANES}")
-    if nbytes != rows * width * dtype.itemsize or len(view) != frame_bytes(n_lanes, rows, width, dtype):
-        raise MalformedFrame(f"a frame of {len(view)} bytes does not hold {n_lanes} lanes and {rows} x {width} values")
-    start = _HEADER.size + n_lanes * _LANE.size
-    lanes = tuple(_unpack_lane(view, at) for at in range(_HEADER.size, start, _LANE.size))
+    counts_at = _HEADER.size + n_lanes * _LANE.size
+    if len(view) < counts_at + TAG_BYTES:
+        raise MalformedFrame(f"a frame of {len(view)} bytes does not hold {n_lanes} lanes")
+    raw = [_LANE.unpack_from(view, at) for at in range(_HEADER.size, counts_at, _LANE.size)]
+    n_counts = sum(values[-1] for values in raw)
+    if nbytes != rows * width * dtype.itemsize or len(view) != frame_bytes(n_lanes, n_counts, rows, width, dtype):
+        raise MalformedFrame(
+            f"a frame of {len(view)} bytes does not hold {n_lanes} lanes, {n_counts} counts and {rows} x {width} values"
+        )
+    start = counts_at + n_counts * 8
+    counts = iter(np.frombuffer(view[counts_at:start], _COUNT).reshape(-1, 2).tolist())
+    lanes = tuple(_unpack_lane(values, counts) for values in raw)
     _check(kind, dtype, lanes, rows, width, len(view))
     payload = np.frombuffer(view, dtype, rows * width, start).reshape(rows, width)
     return Frame(kind, plan, run, step, compute_us, lanes, payload, error, sender, bool(flags & _TRACED))
 
 
 def _pack_lane(lane: Lane) -> bytes:
-    s = lane.sampling
+    s, shared = lane.sampling, lane.shared or Shared(_NOBODY, 0, 0)
     return _pack(
         _LANE,
-        lane.request,
-        lane.attempt,
-        lane.slot,
-        lane.position,
-        lane.length,
-        lane.readout,
-        s.temperature,
-        s.top_k,
-        s.top_p,
-        s.seed,
-    )
+        lane.request, lane.attempt, lane.slot, lane.position, lane.length, lane.readout,
+        shared.request, shared.slot, shared.length,
+        s.temperature, s.top_k, s.top_p, s.seed, s.presence_penalty, s.frequency_penalty,
+        0 if s.logprobs is None else s.logprobs + 1, len(lane.counts),
+    )  # fmt: skip
+
+
+def _pack_counts(counts: Sequence[tuple[int, int]]) -> bytes:
+    try:
+        return np.array(counts, _COUNT).tobytes()
+    except (OverflowError, ValueError) as e:
+        raise MalformedFrame(f"a number that does not fit a frame: {e}") from None
 
 
 def _pack(layout: struct.Struct, *values: object) -> bytes:
@@ -261,9 +308,18 @@ def _pack(layout: struct.Struct, *values: object) -> bytes:
         raise MalformedFrame(f"a number that does not fit a frame: {e}") from None
 
 
-def _unpack_lane(view: memoryview, at: int) -> Lane:
-    request, attempt, slot, position, length, readout, *sampling = _LANE.unpack_from(view, at)
-    return Lane(request, attempt, slot, position, length, readout, Sampling(*sampling))
+def _unpack_lane(values: tuple[Any, ...], counts: Iterator[Sequence[int]]) -> Lane:
+    *place, source, source_slot, shared = values[:9]
+    *sampling, logprobs, n_counts = values[9:]
+    request, attempt, slot, position, length, readout = place
+    temperature, top_k, top_p, seed, presence, frequency = sampling
+    told = None if logprobs == 0 else logprobs - 1
+    return Lane(
+        request, attempt, slot, position, length, readout,
+        Sampling(temperature, top_k, top_p, seed, presence, frequency, told),
+        tuple((token, times) for token, times in islice(counts, n_counts)),
+        Shared(source, source_slot, shared) if shared else None,
+    )  # fmt: skip
 
 
 def _check(kind: Kind, dtype: np.dtype, lanes: tuple[Lane, ...], rows: int, width: int, size: int) -> None:
@@ -279,13 +335,25 @@ def _check(kind: Kind, dtype: np.dtype, lanes: tuple[Lane, ...], rows: int, widt
     for lane in lanes:
         if not 0 <= lane.readout <= lane.length or len(lane.request) != ID_BYTES:
             raise MalformedFrame(f"a lane with {lane.readout} read-outs of {lane.length} rows")
-        if not (math.isfinite(lane.sampling.temperature) and math.isfinite(lane.sampling.top_p)):
+        s = lane.sampling
+        if not all(map(math.isfinite, (s.temperature, s.top_p, s.presence_penalty, s.frequency_penalty))):
             raise MalformedFrame("a lane whose sampling parameters are not finite")
+        if s.logprobs is not None and s.logprobs > MAX_LOGPROBS:
+            raise MalformedFrame(f"a lane that asks for {s.logprobs} alternatives; at most {MAX_LOGPROBS}")
+        if lane.shared is not None and not 0 < lane.shared.length == lane.position:
+            raise MalformedFrame(f"a lane at position {lane.position} that shares {lane.shared.length} positions")
+    if sum(len(lane.counts) for lane in lanes) > MAX_COUNTS:
+        raise MalformedFrame(f"a frame with more than {MAX_COUNTS} counts")
     expected = _rows_of(kind, lanes)
-    if rows != expected or width == 0 or (kind is Kind.TOKENS and width != 1):
+    if rows != expected or width == 0 or (kind is Kind.TOKENS and width != columns(lanes)):
         raise MalformedFrame(
             f"a frame of kind {kind.name} with {rows} x {width} values for lanes that need {expected} rows"
         )
+
+
+def columns(lanes: Sequence[Lane]) -> int:
+    """Width of a TOKENS frame: the widest of its lanes, which is `Sampling.columns`; the others end with zeros."""
+    return max((lane.sampling.columns for lane in lanes), default=1)
 
 
 def _rows_of(kind: Kind, lanes: tuple[Lane, ...]) -> int:

@@ -5,23 +5,19 @@ the worker comes. Exit code: 0, or that of the error on stderr.
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from statistics import median
 
 import numpy as np
-import psutil
 
-from pptasks.config import Settings, bare_environment
+from pptasks.config import Settings
 from pptasks.errors import PPError
 from pptasks.modelinfo import OUTPUT, OUTPUT_NORM, ModelConfig
 from workers.loader import choose_compiler
+from workers.memory import free_memory
 
-NVIDIA = ("CUDA", "NV")  # names of devices
-SMI_S = 10.0
 WIDTH = 4096
 CPU_BYTES, GPU_BYTES = 96 << 20, 512 << 20  # of the matrix that is read: more than a cache holds
 WARM_RUNS, RUNS = 3, 5  # a TinyJit replays from its third call on
@@ -47,23 +43,6 @@ def appraise(settings: Settings) -> Appraisal:
     probe(settings.kernels)
     memory = free_memory(Device.DEFAULT)  # before the measurement takes some
     return Appraisal(f"{Device.DEFAULT} ({device_name()})", memory, read_speed(settings.kernels))
-
-
-def free_memory(device: str) -> int:
-    """Bytes that are free where the weights will be: on an NVIDIA GPU its own, else this machine's."""
-    on_gpu = _free_of_nvidia() if device in NVIDIA else None
-    return psutil.virtual_memory().available if on_gpu is None else on_gpu
-
-
-def _free_of_nvidia() -> int | None:
-    """Of the first GPU that this process sees. nvidia-smi takes an index or a UUID, as CUDA_VISIBLE_DEVICES does."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    query = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, env=bare_environment(), capture_output=True, text=True, timeout=SMI_S, check=True)
-        return int(done.stdout) << 20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
 
 
 def read_speed(kernels: str) -> float:

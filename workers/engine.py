@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pptasks.config import Settings
 from pptasks.errors import AuditFailed, BrokerError, ConfigError, PPError, RequestError, RequestFailed, WireError
@@ -123,7 +123,8 @@ class Engine:
     def _load(self) -> tuple[Stage, Head | None]:
         settings, index, member = self._settings, self._index, self._membership
         loader = Loader(settings, self._progress)
-        plan = loader.plan
+        plan, clock = loader.plan, member.broker_clock_us()
+        self._reporter.start(clock)
         span = plan.spans[index]
         member.update(key_id=key_id(self.secret), digest=plan.digest.hex(), span=(span.lo, span.hi))
         text = self._open_text(loader) if index == HEAD else None  # refused before weights are fetched
@@ -139,10 +140,22 @@ class Engine:
             kernels=slice_.kernels_used,
             gate_failure=slice_.gate_failure,
             arithmetic=slice_.arithmetic,
+            slots=slice_.n_slots,
+            kv_bytes=slice_.cache_bytes,
         )
-        slice_.warm()
+        member.update(compiles=slice_.warm())
         stage = Stage(plan, index, short_id(settings.run), slice_)
-        return stage, self._make_head(stage, loader, text) if text is not None else None
+        head = self._make_head(stage, loader, text, clock) if text is not None else None
+        member.watch_figures(partial(self._figures, stage, head))
+        return stage, head
+
+    def _figures(self, stage: Stage, head: Head | None) -> dict[str, Any]:
+        """How the worker does, for its record; asked on another thread."""
+        return {
+            "at_us": time.monotonic_ns() // 1000, "steps": stage.n_steps, "rows": stage.n_rows,
+            "lanes": stage.n_lanes, "busy_us": stage.busy_us, "refused": self.n_refused,
+            **(head.figures() if head is not None else {}),
+        }  # fmt: skip
 
     def _open_text(self, loader: Loader) -> "Text":
         from pptasks.text import open_text  # only the head opens the tokenizer
@@ -150,18 +163,21 @@ class Engine:
         loader.model.source.fetch_text(self._progress)
         return open_text(loader.model)
 
-    def _make_head(self, stage: Stage, loader: Loader, text: "Text") -> Head:
-        membership = self._membership
+    def _make_head(self, stage: Stage, loader: Loader, text: "Text", clock: int) -> Head:
+        membership, settings = self._membership, self._settings
         membership.watch_restarts(lambda stage: self.inbox.put(Restarted(stage)))
         return Head(
             stage,
             text,
             self._reporter,
-            lap_deadline_s=self._settings.lap_deadline_s,
+            lap_deadline_s=settings.lap_deadline_s,
             vocab_size=loader.model.config.vocab_size,
-            first_step=membership.broker_clock_us(),
-            everyone_ready=partial(membership.everyone_ready, stage.plan),
-            verify=self._verifies(loader) if self._settings.verify else None,
+            first_step=clock,
+            max_lanes=settings.lanes,
+            in_flight=settings.in_flight or stage.plan.n_stages,
+            max_waiting=settings.max_waiting,
+            everyone_ready=partial(membership.slots_of_all, stage.plan),
+            verify=self._verifies(loader) if settings.verify else None,
         )
 
     def _verifies(self, loader: Loader) -> Callable[..., Verification]:
@@ -225,6 +241,7 @@ class Engine:
         else:
             self._reporter.failed(
                 item.request,
+                item.request.id,
                 RequestError(f"a request came to {stage_queue(self._index)}: send it to {stage_queue(HEAD)}"),
             )
 

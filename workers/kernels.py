@@ -117,7 +117,11 @@ class CpuKernels:
         kernel(*arguments)
         return out
 
-    def warm(self, on_progress: OnProgress) -> None:
+    def copy(self, source: int, slot: int, n: int) -> None:
+        for cache in (part for pair in self._cache.values() for part in pair):
+            cache[slot, :n] = cache[source, :n]
+
+    def warm(self, on_progress: OnProgress) -> int:
         on_progress("compile", 0, 2)
         x, zero = np.zeros((1, self._config.dim), np.float32), np.zeros(1, np.int32)
         self.forward(x, zero, zero)
@@ -125,6 +129,7 @@ class CpuKernels:
         if OUTPUT_NORM in self._weights:
             self.logits(x)
         on_progress("compile", 2, 2)
+        return len({id(kernel) for kernel, _ in self._blocks.values()}) + (OUTPUT_NORM in self._weights)
 
     def _run(
         self, calls: Mapping[int, Call], x: np.ndarray, slots: np.ndarray, positions: np.ndarray, trace: int | None

@@ -18,7 +18,7 @@ from tinygrad import Device
 
 from pptasks.errors import ProbeFailed
 from pptasks.modelinfo import ROPE_FACTORS, Model, ModelConfig, OnProgress, Rope
-from pptasks.plan import Span
+from pptasks.plan import Span, cache_bytes
 from workers import kernels as c_kernels
 from workers.audit import Audit
 from workers.gates import Gates
@@ -55,8 +55,11 @@ class Backend(Protocol):
     def logits(self, x: np.ndarray) -> np.ndarray:
         """float32 (R, D) -> float32 (R, V)"""
 
-    def warm(self, on_progress: OnProgress) -> None:
-        """Compile and run everything once; it may write position 0 of any slot."""
+    def copy(self, source: int, slot: int, n: int) -> None:
+        """The first `n` positions of the KV cache of slot `source`, in all blocks, to another slot."""
+
+    def warm(self, on_progress: OnProgress) -> int:
+        """Compile and run everything once; it may write position 0 of any slot. How many programs there are."""
 
 
 class Slice:
@@ -89,7 +92,9 @@ class Slice:
         self.device: str = Device.DEFAULT
         self.weights_bytes = 0  # in memory
         self.gate_failure = ""  # what disagreed at the start; `kernels_used` is what stayed in use
-        self._config, self._n_slots, self._context, self._max_rows = model.config, n_slots, context, max_rows
+        self.n_slots = n_slots
+        self.cache_bytes = len(span) * cache_bytes(model, n_slots, context)  # in memory once all of it was written
+        self._config, self._context, self._max_rows = model.config, context, max_rows
         self._blocks, self._on_progress = range(span.lo, span.hi), on_progress
         refs = {ref.name: ref for ref in model.stage_tensors(span.lo, span.hi, embedding=embedding, readout=readout)}
         factors = refs.pop(ROPE_FACTORS, None)
@@ -127,7 +132,7 @@ class Slice:
         self._check_hidden(x)
         if not len(x) == len(slots) == len(positions):
             raise ValueError(f"{len(x)} rows, {len(slots)} slots and {len(positions)} positions")
-        _check_range("slot", slots, self._n_slots)
+        _check_range("slot", slots, self.n_slots)
         _check_range("position", positions, self._context)
         block = self._audit.choose() if self._audit is not None and self._audit.due() else None
         y = self._backend.forward(x, slots, positions, trace=block)
@@ -146,9 +151,19 @@ class Slice:
             self._audit.check_logits(x, logits)
         return logits
 
-    def warm(self) -> None:
-        """Compile and run everything once. Before the first request: position 0 of any slot may be overwritten."""
-        self._backend.warm(self._on_progress)
+    def copy(self, source: int, slot: int, n: int) -> None:
+        """The first `n` positions of the KV cache of slot `source` to another slot. ValueError for what does not
+        fit."""
+        _check_range("slot", np.array([source, slot]), self.n_slots)
+        _check_range("position", np.array([n - 1]), self._context)
+        self._backend.copy(source, slot, n)
+        if self._audit is not None:
+            self._audit.wrote(np.full(n, slot), np.arange(n))
+
+    def warm(self) -> int:
+        """Compile and run everything once; how many programs there are. Before the first request: position 0 of any
+        slot may be overwritten."""
+        return self._backend.warm(self._on_progress)
 
     # ---- the way to a backend that has passed its gates ----
 
@@ -197,7 +212,7 @@ class Slice:
             blocks=self._blocks,
             rope=self._rope,
             context=self._context,
-            n_slots=self._n_slots,
+            n_slots=self.n_slots,
             max_rows=self._max_rows,
             traced=traced if self._audit_rate else range(0),
         )
@@ -208,7 +223,7 @@ class Slice:
             blocks,
             rope=self._rope,
             factors=self._factors,
-            slot=self._n_slots - 1,
+            slot=self.n_slots - 1,
             context=self._context,
             max_rows=self._max_rows,
         )

@@ -1,6 +1,7 @@
 """The blocks in plain tinygrad, for every device; on the CPU also what the C kernels are checked against."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
@@ -94,7 +95,11 @@ class PlainTinygrad:
         [logits] = self._by_portions(np.arange(len(x)), run)
         return logits
 
-    def warm(self, on_progress: OnProgress) -> None:
+    def copy(self, source: int, slot: int, n: int) -> None:
+        for cache in (part for pair in self._cache.values() for part in pair):
+            _paste(cache, (slot, 0), _copied(cache, (source, 0), n))
+
+    def warm(self, on_progress: OnProgress) -> int:
         for done, n in enumerate(self._sizes):
             on_progress("compile", done, len(self._sizes))
             zeros, x = np.zeros(n, np.int32), np.zeros((n, self._config.dim), np.float32)
@@ -105,6 +110,8 @@ class PlainTinygrad:
                 if EMBEDDING in self._weights:
                     self.embed(zeros, zeros)
         on_progress("compile", len(self._sizes), len(self._sizes))
+        kinds = 1 + (OUTPUT_NORM in self._weights) + (EMBEDDING in self._weights)
+        return len(self._sizes) * kinds
 
     def _embed_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
         x = self._weights[EMBEDDING].rows(ids)
@@ -182,13 +189,30 @@ def _zeros(shape: tuple[int, ...]) -> Tensor:
 
 def _copied(cache: Tensor, at: tuple[int, int], n: int) -> np.ndarray:
     """float32 (n, KV * Hd): of a cache, `n` positions from `at` (slot, position) on. A copy of memory, no kernel."""
+    try:
+        return _part(cache, at, n).numpy().reshape(n, -1)
+    except NotImplementedError:  # OpenCL and WebGPU name no part of a buffer
+        slot, first = at
+        return cache.numpy()[slot, first : first + n].reshape(n, -1)
+
+
+def _paste(cache: Tensor, at: tuple[int, int], rows: np.ndarray) -> None:
+    """The other way round: rows, float32 (n, KV * Hd), into the cache."""
+    try:
+        _part(cache, at, len(rows)).copyin(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+    except NotImplementedError:
+        slot, first = at
+        whole = cache.numpy().copy()
+        whole[slot, first : first + len(rows)] = rows.reshape(len(rows), *whole.shape[2:])
+        cache.uop.buffer.copyin(whole.reshape(-1).view(np.uint8).data)
+
+
+def _part(cache: Tensor, at: tuple[int, int], n: int) -> Any:
+    """The buffer of those positions. NotImplementedError where a device cannot name a part of one."""
     _, context, kv_heads, head_dim = cache.shape
     width, (slot, first) = int(kv_heads * head_dim), at
-    try:
-        part = cache.uop.buffer.view(n * width, dtypes.float32, 4 * (slot * int(context) + first) * width)
-        return part.ensure_allocated().numpy().reshape(n, width)
-    except NotImplementedError:  # OpenCL and WebGPU name no part of a buffer
-        return cache.numpy()[slot, first : first + n].reshape(n, width)
+    part = cache.uop.buffer.view(n * width, dtypes.float32, 4 * (slot * int(context) + first) * width)
+    return part.ensure_allocated()
 
 
 def _sizes(max_rows: int) -> list[int]:

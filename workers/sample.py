@@ -1,36 +1,118 @@
-"""Logits to a token id. (seed, position) decides: a frame computed twice, on any stage, yields the same token."""
+"""Logits to a token. (seed, position) decides: a frame computed twice, on any stage, yields the same token.
+
+A row of a TOKENS frame is one token: its id and, where they were asked for, its log-probability, then the ids and
+log-probabilities of the likeliest; float32 values stand there as their bits.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pptasks.wire import Sampling
 
+Counts = Iterable[tuple[int, int]]  # of ids: how often each was generated
+_SHARPEST = 1e30  # 1 / temperature; float32 holds it
+_FIRST_TRY = 256  # of the likeliest ids, for a nucleus
 
-def sample(logits: np.ndarray, sampling: Sampling, position: int) -> int:
+
+@dataclass(frozen=True)
+class Token:
+    """A sampled id. `logprob`: the natural logarithm of its probability among the raw logits; `top`: those of the
+    likeliest ids. Without, where nobody asked."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+    def to_row(self, width: int) -> np.ndarray:
+        """int32 (width,), zeros at the end."""
+        row = np.zeros(width, np.int32)
+        row[0] = self.id
+        if self.logprob is not None:
+            row[1] = np.float32(self.logprob).view(np.int32)
+            for i, (token, logprob) in enumerate(self.top):
+                row[2 + 2 * i : 4 + 2 * i] = token, np.float32(logprob).view(np.int32)
+        return row
+
+    @classmethod
+    def from_row(cls, row: np.ndarray, sampling: Sampling) -> "Token":
+        if sampling.logprobs is None:
+            return cls(int(row[0]))
+        floats = row.view(np.float32)
+        top = [(int(row[i]), float(floats[i + 1])) for i in range(2, 2 + 2 * sampling.logprobs, 2)]
+        return cls(int(row[0]), float(floats[1]), tuple(top))
+
+
+def choose(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts = ()) -> Token:
+    """`sample`, with what the sampling asks to be told."""
+    token = sample(logits, sampling, position, counts)
+    if sampling.logprobs is None:
+        return Token(token)
+    all_log = float(logits.max()) + np.log(np.exp((logits - logits.max()).astype(np.float64)).sum())
+    top = _likeliest(logits, sampling.logprobs).tolist() if sampling.logprobs else []
+    return Token(token, float(logits[token]) - all_log, tuple((i, float(logits[i]) - all_log) for i in top))
+
+
+def sample(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts = ()) -> int:
     """The id of the token after `position`.
 
-    logits: float32 (V,). Greedy (temperature 0) is the largest logit, the lowest id on a tie. Otherwise one draw from
-    the softmax of logits / temperature over the `top_k` largest, cut to the smallest set whose probability reaches
-    `top_p` (nucleus sampling, Holtzman et al. 2020), with a counter-based generator (Philox) keyed by the seed and set
-    to the position.
+    logits: float32 (V,). First the penalties. Greedy (temperature 0) is then the largest logit, the lowest id on a tie.
+    Otherwise one draw from the softmax of logits / temperature over the `top_k` largest, cut to the smallest set whose
+    probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020), with a counter-based generator (Philox) keyed
+    by the seed and set to the position.
     """
+    logits = _penalised(logits, sampling, counts)
     if sampling.temperature == 0:
         return int(np.argmax(logits))
-    order = _likeliest(logits, sampling.top_k)
-    with np.errstate(over="ignore"):  # the smallest temperatures send all but the largest to -inf
-        weights = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / sampling.temperature)
-    cumulative = np.cumsum(weights)
+    ids = _likeliest(logits, sampling.top_k) if 0 < sampling.top_k < len(logits) else None
+    weights = _weights(logits if ids is None else logits[ids], float(logits.max()), sampling.temperature)
     if sampling.top_p < 1:
-        keep = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
-        order, cumulative = order[:keep], cumulative[:keep]
+        kept = _nucleus(weights, sampling.top_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    cumulative = np.cumsum(weights, dtype=np.float64)
     generator = np.random.Generator(np.random.Philox(key=sampling.seed, counter=position))
-    drawn = generator.random() * cumulative[-1]
-    return int(order[np.searchsorted(cumulative, drawn, side="right")])
+    drawn = int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
+    return int(drawn if ids is None else ids[drawn])
 
 
-def _likeliest(logits: np.ndarray, top_k: int) -> np.ndarray:
-    """Ids by descending logit, the lowest id first on a tie; the first `top_k` of them unless that is 0."""
-    if not 0 < top_k < len(logits):
-        return np.argsort(-logits, kind="stable")
-    at_least = np.partition(logits, -top_k)[-top_k]
-    candidates = np.flatnonzero(logits >= at_least)  # rising ids; more than top_k on a tie
-    return candidates[np.argsort(-logits[candidates], kind="stable")][:top_k]
+def _penalised(logits: np.ndarray, sampling: Sampling, counts: Counts) -> np.ndarray:
+    """OpenAI's definition: of an id that was generated `times`, less frequency_penalty * times + presence_penalty."""
+    pairs = list(counts) if sampling.is_penalised else []
+    if not pairs:
+        return logits
+    ids, times = np.array(pairs, np.int64).T
+    logits = logits.copy()
+    logits[ids] -= (sampling.frequency_penalty * times + sampling.presence_penalty).astype(np.float32)
+    return logits
+
+
+def _weights(logits: np.ndarray, top: float, temperature: float) -> np.ndarray:
+    """float32, 1 for the largest."""
+    with np.errstate(over="ignore"):  # the smallest temperatures send all but the largest to -inf
+        return np.exp((logits - np.float32(top)) * np.float32(min(1 / temperature, _SHARPEST)))
+
+
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Indices of the largest weights that reach `top_p` of their sum, by descending weight."""
+    enough, n = top_p * float(weights.sum(dtype=np.float64)), _FIRST_TRY
+    while True:  # sorting all of a vocabulary takes milliseconds
+        order = _likeliest(weights, n)
+        cumulative = np.cumsum(weights[order], dtype=np.float64)
+        if cumulative[-1] >= enough or len(order) == len(weights):
+            return order[: int(np.searchsorted(cumulative, enough)) + 1]
+        n *= 8
+
+
+def _likeliest(values: np.ndarray, n: int) -> np.ndarray:
+    """Indices of the `n` largest, or of all if there are no more, by descending value; the lowest first on a tie."""
+    if n >= len(values):
+        return np.argsort(-values, kind="stable")
+    at_least = np.partition(values, -n)[-n]
+    candidates = np.flatnonzero(values >= at_least)  # rising; more than n on a tie
+    return candidates[np.argsort(-values[candidates], kind="stable")][:n]
+
+
+def rows_of(tokens: Sequence[Token], width: int) -> np.ndarray:
+    """int32 (tokens, width): the payload of a TOKENS frame."""
+    return np.stack([token.to_row(width) for token in tokens]) if tokens else np.zeros((0, width), np.int32)

@@ -3,13 +3,17 @@
 The state is a value with few mutations, each named after what happened in the world; `schedule` decides and changes
 nothing. A sequence is the ids known so far; what has not been sent yet is its work: a prompt in chunks, then one token
 a lap, and after a lost lap the same again from an earlier position. So prefill, decode and recovery are one rule.
+
+Continuous batching: sequences join and leave at every lap. Several laps are in flight, so that each stage has one to
+work on, and who decodes is dealt out evenly among them.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pptasks.wire import Lane, Sampling
+from pptasks.wire import MAX_COUNTS, Lane, Sampling, Shared
+from workers import prefix
 
 MAX_LOST = 2  # laps of a sequence in a row; the third attempt is the last
 LAPS_AHEAD = 4  # laps of one prompt under way at once, so that a long one cannot fill the broker
@@ -34,6 +38,14 @@ class Sequence:
     furthest: int = 0  # positions below have come back computed at least once
     lost: int = 0  # attempts since `furthest` moved
     last_step: int = -1  # the lap that it was last on
+    shared: Shared | None = None  # what was there of it when it began
+    counts: Counter[int] = field(default_factory=Counter)  # of generated ids, where the sampling asks for penalties
+
+    def append(self, token: int) -> None:
+        """A token that was generated."""
+        self.ids.append(token)
+        if self.sampling.is_penalised:
+            self.counts[token] += 1
 
     def computed(self, lane: Lane) -> None:
         """A lap with this lane came back from all stages."""
@@ -43,6 +55,15 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.ids[self.n_prompt :]
+
+    @property
+    def n_generated(self) -> int:
+        return len(self.ids) - self.n_prompt
+
+    @property
+    def n_cached(self) -> int:
+        """Positions of the prompt that were not computed for it."""
+        return self.shared.length if self.shared is not None else 0
 
     @property
     def finish_reason(self) -> str | None:
@@ -75,24 +96,37 @@ class Lap:
 class State:
     """All that the head knows of its requests. Not shared between threads."""
 
-    n_slots: int
+    n_slots: int  # that every stage holds
     max_rows: int
     lap_deadline_s: float
     next_step: int
+    max_lanes: int = 1024
+    in_flight: int = 1  # laps
     waiting: deque[Sequence] = field(default_factory=deque)
     live: dict[int, Sequence] = field(default_factory=dict)  # by slot, in order of admission
     laps: dict[int, Lap] = field(default_factory=dict)  # by step
+    held: dict[int, Sequence] = field(default_factory=dict)  # by slot: whose positions below `sent` are in the cache
 
     def admit(self) -> list[Sequence]:
         """Give free slots to those who wait longest; the sequences that were admitted."""
         admitted = []
-        free = (slot for slot in range(self.n_slots) if slot not in self.live)
-        while self.waiting and (slot := next(free, None)) is not None:
+        while self.waiting and (slot := self._free_slot(self.waiting[0])) is not None:
             sequence = self.waiting.popleft()
             sequence.slot = slot
+            self.live[slot] = sequence
             admitted.append(sequence)
-        self.live.update({sequence.slot: sequence for sequence in admitted})
         return admitted
+
+    def resize(self, n_slots: int) -> None:
+        """So many slots are there now. Whoever is in one that is gone waits again, before all others."""
+        self.n_slots = n_slots
+        for slot in sorted((s for s in self.live if s >= n_slots), reverse=True):
+            sequence = self.live[slot]
+            self.end(sequence)
+            sequence.slot, sequence.sent, sequence.shared = -1, 0, None
+            sequence.attempt += 1
+            self.waiting.appendleft(sequence)
+        self.held = {slot: sequence for slot, sequence in self.held.items() if slot < n_slots}
 
     def sent(self, batch: Batch, now: float) -> None:
         """`batch` goes out; after a lost lap the next gets twice the time."""
@@ -102,6 +136,8 @@ class State:
         for lane in batch.lanes:
             sequence = self.live[lane.slot]
             sequence.sent, sequence.last_step = lane.position + lane.length, batch.step
+            sequence.shared = lane.shared or sequence.shared
+            self.held[lane.slot] = sequence
 
     def returned(self, step: int, lanes: tuple[Lane, ...]) -> list[tuple[Lane, Sequence]]:
         """Lanes of lap `step` are back; those of them that are still waited for, so none that is late or doubled."""
@@ -116,7 +152,22 @@ class State:
         sequence.attempt += 1
         sequence.lost += 1
         sequence.sent = min(sequence.sent, position)
+        if position < sequence.n_cached:
+            sequence.shared = None
         self._forget_laps(sequence.slot)
+
+    def rewind_all(self) -> None:
+        """A stage has lost its cache: nothing is held any more."""
+        for sequence in self.live.values():
+            self.rewind(sequence, 0)
+            sequence.lost = 0
+        self.held.clear()
+
+    def missed(self, lane: Lane, sequence: Sequence) -> None:
+        """A stage lacks positions before those of `lane`: all of them go again, and what was shared is no source."""
+        if lane.shared is not None and lane.shared.slot not in self.live:
+            self.held.pop(lane.shared.slot, None)
+        self.rewind(sequence, 0)
 
     def end(self, sequence: Sequence) -> None:
         """Free its slot, or its place in the queue."""
@@ -146,6 +197,16 @@ class State:
         yield from self.live.values()
         yield from self.waiting
 
+    def _free_slot(self, sequence: Sequence) -> int | None:
+        """The slot whose history the sequence goes on with, if there is one; else what was not used for longest."""
+        free = [slot for slot in range(self.n_slots) if slot not in self.live]
+        if not free:
+            return None
+        found = prefix.longest(sequence.ids, ((s, h.ids, h.sent) for s in free if (h := self.held.get(s)) is not None))
+        if found is not None and 2 * found[1] >= self.held[found[0]].sent:
+            return found[0]
+        return min(free, key=lambda slot: self.held[slot].last_step if slot in self.held else -1)
+
     def _forget_laps(self, slot: int, before: int | None = None) -> None:
         """Wait no more for what is under way of a slot; with `before`, only for lanes that begin before that position.
 
@@ -160,36 +221,70 @@ class State:
 
 
 def schedule(state: State) -> Batch | None:
-    """The next lap, or None when nobody has work. Pure.
+    """The next lap, or None when nobody has work, or enough laps are in flight. Pure.
 
-    First every sequence that is one token behind (decode), then prompts in order of admission, as many rows as the
-    frame has left. When not everyone has room, those who waited longest go first. A lane is read out where it reaches
-    the end of what is known.
+    First sequences that are one token behind (decode), those that wait longest first, but no more than an even share of
+    all; then prompts in order of admission, as many rows as the frame has left. Each of the two kinds gets at least a
+    row, or they take turns. While nobody decodes, laps of one prompt may follow each other without waiting.
     """
+    ready = [s for s in state.live.values() if s.sent < len(s.ids) and state.laps_of(s.slot) < LAPS_AHEAD]
+    decodes = sorted((s for s in ready if len(s.ids) - s.sent == 1), key=lambda s: s.last_step)
+    prompts = [s for s in ready if len(s.ids) - s.sent > 1]
+    only_prompts = all(s.n_generated == 0 for s in state.live.values())
+    if len(state.laps) >= (max(state.in_flight, LAPS_AHEAD) if only_prompts else state.in_flight):
+        return None
+    most = min(state.max_lanes, state.max_rows)
+    if decodes and prompts and most == 1:
+        turn = min(decodes[0], prompts[0], key=lambda s: s.last_step)
+        decodes, prompts = [s for s in decodes[:1] if s is turn], [s for s in prompts[:1] if s is turn]
+    share = -(-len(state.live) // state.in_flight)
+    return _batch(state, decodes[: min(share, most - bool(prompts and most > 1))], prompts)
+
+
+def _batch(state: State, decodes: list[Sequence], prompts: list[Sequence]) -> Batch | None:
     lanes: list[Lane] = []
     ids: list[int] = []
-    traced = False
-    room = state.max_rows
-    ready = [s for s in state.live.values() if s.sent < len(s.ids) and state.laps_of(s.slot) < LAPS_AHEAD]
-    crowded = len(ready) > state.max_rows
-    for sequence in sorted(ready, key=lambda s: s.last_step if crowded else len(s.ids) - s.sent > 1):
-        length = min(room, len(sequence.ids) - sequence.sent)
-        if length == 0:
+    room, counts, traced = state.max_rows, MAX_COUNTS, False
+    for sequence in (*decodes, *prompts):
+        if room == 0 or len(lanes) == state.max_lanes or len(sequence.counts) > counts:
             break
-        end = sequence.sent + length
+        shared = _shared(state, sequence)
+        if shared is WAIT:
+            continue
+        first = shared.length if shared is not None else sequence.sent
+        end = min(first + room, len(sequence.ids))
         readout = int(end == len(sequence.ids))
+        counted = tuple(sequence.counts.items()) if readout else ()
         lanes.append(
             Lane(
-                sequence.short_id,
-                sequence.attempt,
-                sequence.slot,
-                sequence.sent,
-                length,
-                readout,
-                sequence.sampling,
+                sequence.short_id, sequence.attempt, sequence.slot, first, end - first, readout,
+                sequence.sampling, counted, shared,
             )
-        )
-        ids.extend(sequence.ids[sequence.sent : end])
-        room -= length
+        )  # fmt: skip
+        ids.extend(sequence.ids[first:end])
+        room -= end - first
+        counts -= len(counted)
         traced |= sequence.traced
     return Batch(state.next_step, tuple(lanes), tuple(ids), traced) if lanes else None
+
+
+WAIT = Shared(b"", 0, 0)  # for positions that another sequence is about to compute
+
+
+def _shared(state: State, sequence: Sequence) -> Shared | None:
+    """What the next lane of a sequence shares: at its start, and again when that lane was lost."""
+    if sequence.sent > 0:
+        return sequence.shared if sequence.sent == sequence.n_cached else None
+    if sequence.traced or sequence.lost:  # all of it is to be told; or what was believed to be there was not
+        return None
+    others = [(slot, other) for slot, other in state.held.items() if other is not sequence]
+    found = prefix.longest(sequence.ids, ((slot, other.ids, other.sent) for slot, other in others))
+    before = []  # those that were admitted earlier
+    for other in state.live.values():
+        if other is sequence:
+            break
+        before.append((other.slot, other.ids, other.n_prompt))
+    coming = prefix.longest(sequence.ids, before)
+    if coming is not None and coming[1] > max(state.live[coming[0]].sent, found[1] if found else 0):
+        return WAIT
+    return Shared(state.held[found[0]].short_id, *found) if found is not None else None

@@ -7,6 +7,7 @@ Rows are positions; a lane of `length` rows occupies that many rows of the paylo
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,9 +15,9 @@ import numpy as np
 from pptasks.errors import CacheMiss, MalformedFrame, RequestFailed, WrongPlan
 from pptasks.plan import Plan
 from pptasks.routing import produces
-from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Lane
+from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Lane, columns
 from workers.kv import Place, SlotTable
-from workers.sample import sample
+from workers.sample import Token, choose, rows_of
 from workers.scheduler import Batch
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ class Stage:
 
     def __init__(self, plan: Plan, index: int, run: bytes, slice_: "Slice"):
         self.plan, self.index, self.slice = plan, index, slice_
+        self.n_steps = self.n_rows = self.n_lanes = self.busy_us = 0  # so far; lanes: of the last lap
         self._run_id, self._digest = run, plan.digest
         self._wire = DTYPES[plan.wire]
-        self._slots = SlotTable(plan.slots, plan.context)
+        self._slots = SlotTable(slice_.n_slots, plan.context)
 
     def start(self, batch: Batch) -> list[Frame]:
         """The head's part of a lap: embedding and its own blocks."""
@@ -47,34 +49,35 @@ class Stage:
         lap = _Lap(frame.step, frame.traced, frame.compute_us, began)
         return self._compute(lap, frame.lanes, frame.payload.astype(np.float32))
 
-    def read_out(self, lanes: Sequence[Lane], hidden: np.ndarray) -> list[list[int]]:
-        """Sampled ids of each lane; hidden: float32 (sum of read-outs, D)."""
-        ids: list[list[int]] = []
+    def read_out(self, lanes: Sequence[Lane], hidden: np.ndarray) -> list[Token]:
+        """Sampled tokens, one a read-out in the order of the lanes; hidden: float32 (sum of read-outs, D)."""
         logits = self.slice.logits(hidden) if len(hidden) else hidden  # (n, V)
-        row = 0
-        for lane in lanes:
-            first = lane.position + lane.length - lane.readout
-            ids.append([self._sample(logits[row + i], lane, first + i) for i in range(lane.readout)])
-            row += lane.readout
-        return ids
+        places = [
+            (lane, position)
+            for lane in lanes
+            for position in range(lane.position + lane.length - lane.readout, lane.position + lane.length)
+        ]
+        return [self._sample(row, *place) for row, place in zip(logits, places, strict=True)]
 
-    def _sample(self, logits: np.ndarray, lane: Lane, position: int) -> int:
+    def _sample(self, logits: np.ndarray, lane: Lane, position: int) -> Token:
         """Raises RequestFailed where no logit is the largest: something on the way here overflowed, or is broken."""
         if not np.isfinite(logits.max()):
             raise RequestFailed(f"the logits of position {position} are not finite: verify the model with `pp verify`")
-        return sample(logits, lane.sampling, position)
+        return choose(logits, lane.sampling, position, lane.counts)
 
-    def tokens_of(self, frame: Frame) -> list[tuple[Lane, list[int]]]:
-        """The ids that a frame brings back to the head: read out here in a ring, on the last stage in a line."""
+    def tokens_of(self, frame: Frame) -> list[tuple[Lane, list[Token]]]:
+        """What a frame brings back to the head: read out here in a ring, on the last stage in a line."""
+        began = time.perf_counter_ns()
         self.check(frame)
         if frame.kind is Kind.RETURN:
-            return list(zip(frame.lanes, self.read_out(frame.lanes, frame.payload.astype(np.float32)), strict=True))
-        if frame.kind is not Kind.TOKENS:
+            tokens = iter(self.read_out(frame.lanes, frame.payload.astype(np.float32)))
+            self.busy_us += (time.perf_counter_ns() - began) // 1000
+        elif frame.kind is Kind.TOKENS:
+            owners = [lane for lane in frame.lanes for _ in range(lane.readout)]
+            tokens = (Token.from_row(row, lane.sampling) for row, lane in zip(frame.payload, owners, strict=True))
+        else:
             raise MalformedFrame(f"the head got a frame of kind {frame.kind.name}")
-        ends = np.cumsum([lane.readout for lane in frame.lanes])[:-1]
-        return [
-            (lane, ids.tolist()) for lane, ids in zip(frame.lanes, np.split(frame.payload[:, 0], ends), strict=True)
-        ]
+        return [(lane, list(islice(tokens, lane.readout))) for lane in frame.lanes]
 
     def check(self, frame: Frame) -> None:
         """Raises WrongPlan unless the frame belongs to this run and this plan, MalformedFrame if its rows are not our
@@ -104,12 +107,17 @@ class Stage:
             lanes = tuple(lane for lane, place in zip(lanes, places, strict=True) if place is Place.RUN)
         if lanes:
             frames += self._run(lap, lanes, x)
+        self.n_steps, self.n_rows, self.n_lanes = self.n_steps + 1, self.n_rows + len(x), len(lanes)
+        self.busy_us += lap.so_far_us() - lap.before_us
         return frames
 
     def _run(self, lap: "_Lap", lanes: tuple[Lane, ...], x: np.ndarray) -> list[Frame]:
         lengths = [lane.length for lane in lanes]
         slots = np.repeat(np.array([lane.slot for lane in lanes], np.int32), lengths)  # (R,)
         try:
+            for lane in lanes:
+                if lane.shared is not None and lane.shared.slot != lane.slot:
+                    self.slice.copy(lane.shared.slot, lane.slot, lane.shared.length)
             computed = x = self.slice.forward(x, slots, _positions(lanes))  # (R, D)
         except BaseException:
             for lane in lanes:
@@ -119,10 +127,7 @@ class Stage:
         if kind is not Kind.ACTIVATION:
             ends = np.cumsum(lengths)
             x = x[np.concatenate([np.arange(end - lane.readout, end) for end, lane in zip(ends, lanes, strict=True)])]
-        if kind is Kind.TOKENS:
-            payload = np.array([i for ids in self.read_out(lanes, x) for i in ids], np.int32).reshape(-1, 1)
-        else:
-            payload = x.astype(self._wire)
+        payload = rows_of(self.read_out(lanes, x), columns(lanes)) if kind is Kind.TOKENS else x.astype(self._wire)
         frame = self._frame(kind, lap.step, lanes, payload, compute_us=lap.so_far_us(), traced=lap.traced)
         return [frame, self._frame(Kind.TRACE, lap.step, lanes, computed)] if lap.traced else [frame]
 

@@ -3,9 +3,10 @@
 Stages are real slot tables over toy caches: what a stage computes for a position is a digest of all values that its
 cache holds up to there, so a position that is missing, stale or another sequence's changes every token after it. Frames
 between stages are lost, doubled or held back by their number, stages forget everything, requests are cancelled.
+Prompts begin alike, so that positions are shared, and several laps are in flight.
 """
 
-from collections import deque
+from collections import Counter, deque
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +17,7 @@ from pptasks.wire import Kind, Lane, Sampling, short_id
 from workers.kv import Place, SlotTable
 from workers.scheduler import LAPS_AHEAD, Sequence, State, schedule
 
-CONTEXT = 32
+CONTEXT = 64
 VOCAB = 11
 STOP = frozenset({0})
 MAX_EVENTS = 5000
@@ -80,6 +81,9 @@ class ToyStage:
         return frames + ([Toy(kind, frame.step, tuple(ran), tuple(out))] if ran else [])
 
     def run(self, lane: Lane, values: list[Value]) -> list[Value]:
+        if lane.shared is not None:
+            source = self.cache[lane.shared.slot]
+            self.cache[lane.slot] = {p: source[p] for p in range(lane.shared.length)}
         cache = self.cache[lane.slot]
         cache.update(enumerate(values, lane.position))
         positions = range(lane.position, lane.position + lane.length)
@@ -106,6 +110,8 @@ class Script:
     n_stages: int
     n_slots: int
     max_rows: int
+    max_lanes: int
+    in_flight: int
     jobs: tuple[Job, ...]
     faults: dict[int, Fault]
     turns: tuple[int, ...]
@@ -123,12 +129,16 @@ class Pipeline:
     ended: list[str] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     admitted: list[str] = field(default_factory=list)
+    passed_over: Counter[int] = field(default_factory=Counter)  # by slot: laps since it could decode
+    n_shared: int = 0
 
     def __post_init__(self) -> None:
         s = self.script
         self.stages = [ToyStage(i, s.n_stages, s.n_slots) for i in range(s.n_stages)]
         self.queues: list[deque[Toy]] = [deque() for _ in range(s.n_stages)]
-        self.state = State(s.n_slots, s.max_rows, lap_deadline_s=1.0, next_step=1)
+        self.state = State(
+            s.n_slots, s.max_rows, lap_deadline_s=1.0, next_step=1, max_lanes=s.max_lanes, in_flight=s.in_flight
+        )
         self.coming = deque(sorted(enumerate(s.jobs), key=lambda job: job[1].comes))
         self.order: list[str] = []
         self.sequences: dict[str, Sequence] = {}
@@ -172,25 +182,46 @@ class Pipeline:
             assert self.state == before, "schedule changed the state"
             if batch is None:
                 behind = [s for s in self.state.live.values() if s.sent < len(s.ids)]
-                assert all(self.state.laps_of(s.slot) == LAPS_AHEAD for s in behind), "work was left"
+                assert self.state.laps or not behind, "work was left, and nothing is under way"
                 return
+            decoding = any(s.n_generated for s in self.state.live.values())
+            assert len(self.state.laps) < (self.script.in_flight if decoding else max(LAPS_AHEAD, self.script.in_flight))
+            self.check_fairness(batch.lanes)
             self.check_batch(batch.lanes, batch.ids)
             self.state.sent(batch, self.now)
             self.send(0, self.stages[0].step(Toy(Kind.ACTIVATION, batch.step, batch.lanes, batch.ids)))
 
     def check_batch(self, lanes: tuple[Lane, ...], ids: tuple[int, ...]) -> None:
         assert 0 < len(ids) <= self.script.max_rows
+        assert len(lanes) <= self.script.max_lanes
         assert len({lane.slot for lane in lanes}) == len({lane.request for lane in lanes}) == len(lanes)
         row = 0
         for lane in lanes:
             owner = self.state.live[lane.slot]
             end = lane.position + lane.length
-            assert (lane.request, lane.attempt, lane.position) == (owner.short_id, owner.attempt, owner.sent)
+            assert (lane.request, lane.attempt) == (owner.short_id, owner.attempt)
+            out = [lap.open[lane.slot] for lap in self.state.laps.values() if lane.slot in lap.open]
+            assert all(other.position + other.length <= lane.position for other in out), "twice in flight"
+            if lane.shared is None:
+                assert lane.position == owner.sent
+            else:
+                source = self.state.held[lane.shared.slot]
+                assert owner.sent in (0, lane.position) and lane.position == lane.shared.length < owner.n_prompt
+                assert source.short_id != lane.shared.request or source.ids[: lane.position] == owner.ids[: lane.position]
+                self.n_shared += 1
             assert lane.length > 0
             assert list(ids[row : row + lane.length]) == owner.ids[lane.position : end]
             assert lane.readout == (end == len(owner.ids))
             row += lane.length
         assert row == len(ids)
+
+    def check_fairness(self, lanes: tuple[Lane, ...]) -> None:
+        """Nobody who has one token to send is passed over for long."""
+        for slot, sequence in self.state.live.items():
+            is_ready = len(sequence.ids) - sequence.sent == 1 and not self.state.laps_of(slot)
+            on_board = any(lane.slot == slot for lane in lanes)
+            self.passed_over[slot] = self.passed_over[slot] + 1 if is_ready and not on_board else 0
+            assert self.passed_over[slot] <= 2 * self.script.n_slots, "a lane starves"
 
     def send(self, stage: int, frames: list[Toy]) -> None:
         for frame in frames:
@@ -230,10 +261,11 @@ class Pipeline:
         read = {lane: [next(values) for _ in range(lane.readout)] for lane in frame.lanes if frame.kind is Kind.TOKENS}
         for lane, sequence in self.state.returned(frame.step, frame.lanes):
             if frame.kind is Kind.ERROR:
-                self.state.rewind(sequence, 0)
+                self.state.missed(lane, sequence)
                 continue
             sequence.lost = 0
-            sequence.ids += [value % VOCAB for value in read[lane]]
+            for value in read[lane]:
+                sequence.append(value % VOCAB)
             if sequence.finish_reason is not None:
                 self.end(sequence)
 
@@ -267,9 +299,13 @@ class Pipeline:
         assert self.admitted == submitted, "requests were admitted out of order"
 
 
+ids = st.integers(0, VOCAB - 1)
+BEGINNING = tuple(i * i % VOCAB for i in range(30))  # a system prompt, say
 jobs = st.builds(
     Job,
-    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12).map(tuple),
+    prompt=st.builds(
+        lambda n, tail: BEGINNING[:n] + tuple(tail), st.integers(0, 30), st.lists(ids, min_size=1, max_size=12)
+    ),
     max_tokens=st.integers(1, 8),
     comes=st.integers(0, 60),
     cancelled=st.none() | st.none() | st.integers(0, 80),
@@ -279,7 +315,9 @@ scripts = st.builds(
     Script,
     n_stages=st.integers(1, 4),
     n_slots=st.integers(1, 3),
-    max_rows=st.integers(1, 8),
+    max_rows=st.integers(1, 20),
+    max_lanes=st.integers(1, 4),
+    in_flight=st.integers(1, 4),
     jobs=st.lists(jobs, min_size=1, max_size=5).map(tuple),
     faults=st.dictionaries(st.integers(0, 150), faults, max_size=25),
     turns=st.lists(st.integers(0, 3), min_size=1, max_size=8).map(tuple),
