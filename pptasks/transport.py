@@ -34,6 +34,7 @@ from pptasks.wire import MAGIC, MAX_FRAME_BYTES
 HOP_CONTENT_TYPE = "application/x-pptasks-frame"
 HOP_TASK = "pptasks.hop"
 MAX_ENVELOPE_BYTES = 16 << 20
+RECEIVE_AHEAD = 4  # messages that a worker has asked for at any time
 
 # Both timeouts together find a half-open TCP connection in seconds; one alone takes a minute or for ever. BRPOP asks in
 # slices of 1 s.
@@ -70,6 +71,7 @@ class Channel(stock.Channel):
     ack_emulation = False
     priority_steps = (0,)
     _kept: redis.Redis | None = None
+    _asked = 0  # BRPOPs whose reply has not been read
 
     @contextmanager
     def conn_or_acquire(self, client: redis.Redis | None = None) -> Iterator[redis.Redis]:
@@ -92,19 +94,42 @@ class Channel(stock.Channel):
         with self.conn_or_acquire() as client:
             client.lpush(queue, frame)
 
+    def _brpop_start(self, timeout: float | None = None) -> None:
+        """Ask for several messages, which the broker gives one after the other: with one request at a time, a worker
+        would get at most one message in a round trip."""
+        if not self._in_poll:  # the connection is a new one, or nothing was asked on it
+            self._asked = 0
+        while self._asked < RECEIVE_AHEAD:
+            super()._brpop_start(timeout)
+            if not self._in_poll:  # there is no queue
+                return
+            self._asked += 1
+
     def _brpop_read(self, **options: Any) -> bool:
-        """Read the reply of a BRPOP and deliver what it holds. Raises Empty when it holds nothing."""
-        try:
-            try:
-                reply = self.client.parse_response(self.client.connection, "BRPOP", **options)
-            except self.connection_errors:
-                self.client.connection.disconnect()  # the next poll connects again
-                raise
-        finally:
-            self._in_poll = None
-            self._flush_brpop_reauth()
-        if not reply:
+        """Read the replies to BRPOP that have come, and deliver what they hold. Raises Empty when that is nothing."""
+        delivered = self._read_reply(**options)
+        while self._asked and self.qos.can_consume() and self.client.connection.can_read(timeout=0):
+            delivered |= self._read_reply(**options)
+        if self._asked and not self._closing:
+            self._brpop_start()
+        if not delivered:
             raise Empty()
+        return True
+
+    def _read_reply(self, **options: Any) -> bool:
+        """Whether there was a message in it."""
+        try:
+            reply = self.client.parse_response(self.client.connection, "BRPOP", **options)
+        except BaseException:
+            self._in_poll, self._asked = None, 0
+            self.client.connection.disconnect()  # the next poll connects again
+            raise
+        self._asked -= 1
+        self._in_poll = self.client.connection if self._asked else None
+        self._brpop_sent_at = time.monotonic()  # of the next one the broker has just begun
+        self._flush_brpop_reauth()
+        if not reply:
+            return False
         queue, item = bytes_to_str(reply[0]), reply[1]
         self._queue_cycle.rotate(queue)
         if item.startswith(MAGIC) and self.connection.on_frame is not None:

@@ -13,6 +13,7 @@ from pptasks.wire import Sampling
 
 Counts = Iterable[tuple[int, int]]  # of ids: how often each was generated
 _SHARPEST = 1e30  # 1 / temperature; float32 holds it
+_BLOCK = 256
 _FIRST_TRY = 256  # of the likeliest ids, for a nucleus
 
 
@@ -70,10 +71,9 @@ def sample(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts
     if sampling.top_p < 1:
         kept = _nucleus(weights, sampling.top_p)
         ids, weights = kept if ids is None else ids[kept], weights[kept]
-    cumulative = np.cumsum(weights, dtype=np.float64)
     generator = np.random.Generator(np.random.Philox(key=sampling.seed, counter=position))
-    drawn = int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
-    return int(drawn if ids is None else ids[drawn])
+    drawn = _draw(weights, generator.random())
+    return drawn if ids is None else int(ids[drawn])
 
 
 def _penalised(logits: np.ndarray, sampling: Sampling, counts: Counts) -> np.ndarray:
@@ -91,6 +91,18 @@ def _weights(logits: np.ndarray, top: float, temperature: float) -> np.ndarray:
     """float32, 1 for the largest."""
     with np.errstate(over="ignore"):  # the smallest temperatures send all but the largest to -inf
         return np.exp((logits - np.float32(top)) * np.float32(min(1 / temperature, _SHARPEST)))
+
+
+def _draw(weights: np.ndarray, at: float) -> int:
+    """The index whose share of the sum of all weights covers `at`, 0 <= at < 1. By sums of blocks first: the running
+    sum of a whole vocabulary takes 0.4 ms."""
+    ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64))
+    at *= ends[-1]
+    block = int(np.searchsorted(ends, at, side="right"))
+    sums = np.cumsum(weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
+    rest = at - (ends[block - 1] if block else 0.0)
+    i = np.searchsorted(sums, rest, side="right") if rest < sums[-1] else np.searchsorted(sums, sums[-1])
+    return block * _BLOCK + int(i)
 
 
 def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:

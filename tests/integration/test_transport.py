@@ -4,23 +4,26 @@ import base64
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
 from celery import Celery
+from kombu import Exchange, Queue
 
 from orchestrator.broker import EmbeddedBroker
 from pptasks.errors import BrokerError, MalformedFrame
 from pptasks.sender import HopSender
-from pptasks.transport import HOP_CONTENT_TYPE, MAX_ENVELOPE_BYTES
+from pptasks.transport import HOP_CONTENT_TYPE, MAX_ENVELOPE_BYTES, RECEIVE_AHEAD
 from pptasks.wire import MAGIC, MAX_FRAME_BYTES
 from tests.integration.hop_worker import make_app
 
@@ -427,3 +430,53 @@ class TestRestart:
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(15) == 0
             app.close()
+
+
+class OneWay:
+    """A TCP proxy to the broker that, once `shut`, hands on only what the broker says."""
+
+    def __init__(self, port: int):
+        self.is_shut = threading.Event()
+        self._target = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                threading.Thread(target=self._copy, args=(near, far, self.is_shut), daemon=True).start()
+                threading.Thread(target=self._copy, args=(far, near, threading.Event()), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, to: socket.socket, is_shut: threading.Event) -> None:
+        with suppress(OSError), source, to:
+            while data := source.recv(1 << 16):
+                if not is_shut.is_set():
+                    to.sendall(data)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def test_messages_are_asked_for_ahead_so_that_a_far_broker_gives_several_in_one_round_trip(
+    broker: EmbeddedBroker, client: redis.Redis
+) -> None:
+    prefix, got = f"pp:{uuid.uuid4().hex[:8]}:", list[bytes]()
+    with closing(OneWay(urlsplit(broker.url).port or 0)) as proxy:
+        url = broker.url.replace(f":{proxy._target}", f":{proxy.port}")
+        with make_app(url, prefix).connection_for_read() as connection:
+            connection.transport.on_frame = got.append
+            with connection.Consumer([Queue("stage0", Exchange("stage0"))], callbacks=[lambda *_: None]):
+                with suppress(TimeoutError):
+                    connection.drain_events(timeout=0.5)
+                proxy.is_shut.set()  # nothing more is asked for
+                frames = [frame_of(100) for _ in range(RECEIVE_AHEAD + 1)]
+                client.lpush(key(prefix, "stage0"), *frames)
+                with suppress(TimeoutError):
+                    while True:
+                        connection.drain_events(timeout=1.0)
+    assert got == frames[:RECEIVE_AHEAD]
+    client.delete(key(prefix, "stage0"))
