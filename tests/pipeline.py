@@ -53,7 +53,10 @@ class Pipeline:
         self.hops: list[int] = []  # receiver of each
         self.clock = 0.0
         self.traces: Traces | None = None  # of the one sequence that `verify` generates
-        self.state = State(self.plan.slots, self.plan.max_rows, 30.0, next_step=1)
+        self.state = State(
+            self.plan.slots, self.plan.max_rows, 30.0,
+            next_step=1, max_lanes=self.settings.lanes, in_flight=self.settings.in_flight or self.plan.n_stages,
+        )  # fmt: skip
         self._wire: deque[tuple[int, bytes]] = deque()
 
     def generate(self, prompt: Sequence[int], max_tokens: int, **kwargs: object) -> list[int]:
@@ -77,7 +80,7 @@ class Pipeline:
             )
         self.state.waiting.extend(sequences)
         while any(True for _ in self.state.sequences()):
-            self._turn()
+            self.turn()
         return [sequence.generated for sequence in sequences]
 
     def verify(
@@ -98,7 +101,7 @@ class Pipeline:
         self.traces = Traces(self.plan.n_stages, len(prompt) + max_tokens, self.stages[0].slice.dim)
         self.state.waiting.append(sequence)
         while any(True for _ in self.state.sequences()) or self._wire:
-            self._turn()
+            self.turn()
         assert self.traces.missing(len(sequence.ids) - 1) is None
         return verify(
             self.model, self.plan, sequence.ids, len(prompt), sampling, self.traces,
@@ -107,7 +110,8 @@ class Pipeline:
             on_progress=lambda phase, done, total: None,
         )  # fmt: skip
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """One thing happens: a lap starts, a frame arrives, or a deadline passes."""
         for sequence, position in self.state.overdue(self.clock):
             self.state.rewind(sequence, position)
         self.state.admit()
@@ -133,14 +137,15 @@ class Pipeline:
             return self._send(receiver, stage.step(frame))
         if frame.kind is Kind.ERROR:
             assert frame.error is ErrorCode.CACHE_MISS, frame.payload.tobytes()
-            for _, sequence in self.state.returned(frame.step, frame.lanes):
-                self.state.rewind(sequence, 0)
+            for lane, sequence in self.state.returned(frame.step, frame.lanes):
+                self.state.missed(lane, sequence)
             return None
         if frame.kind is Kind.TRACE:
             return self._record(frame)
         tokens = dict(stage.tokens_of(frame))
         for lane, sequence in self.state.returned(frame.step, frame.lanes):
-            sequence.ids.extend(tokens[lane])
+            for token in tokens[lane]:
+                sequence.append(token.id)
             if sequence.finish_reason:
                 self.state.end(sequence)
         return None
