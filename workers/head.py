@@ -1,54 +1,34 @@
-"""The head's part that knows requests: text to ids at the door, ids to text on the way out. All on the engine's
-thread.
+"""The head's part that knows requests: who is served, what goes out, what came back. All on the engine's thread.
 
-What goes on the next lap is decided in scheduler.py, what a lap computes in stage.py; this is the book-keeping between
-them.
+What goes on the next lap is decided in scheduler.py, what a lap computes in stage.py, what a request was and is in
+session.py; this is the book-keeping between them.
 """
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from celery.worker import state as celery_state
 
-from pptasks.errors import Busy, PPError, PromptTooLong, RequestError, RequestFailed
-from pptasks.request import Request, is_stream_name
-from pptasks.stops import StopFilter
-from pptasks.stream import Piece, TokenLogprobs
-from pptasks.text import Decoder, Text
+from pptasks.errors import Busy, PPError, RequestError, RequestFailed
+from pptasks.text import Text
 from pptasks.wire import ErrorCode, Frame, Kind, short_id
 from workers.reporter import Reporter, Said
 from workers.sample import Token
 from workers.scheduler import MAX_LOST, Batch, Sequence, State, schedule
+from workers.session import Door, Session, reply_of
 from workers.stage import Stage
 from workers.verifier import Outcome, Verifier
 from workers.verify import Verification
 
 log = logging.getLogger(__name__)
 
-CHARS_AT_ONCE = 1 << 16  # are tokenized in some 50 ms
-RECENT_HOPS = 4096
-
-
-@dataclass
-class Session:
-    """A request in the head's hands: Celery's side of it, its sequence, its text, its times (monotonic seconds)."""
-
-    celery: Any  # celery.worker.request.Request
-    sequence: Sequence
-    decoder: Decoder
-    stops: StopFilter
-    reply: str  # name of the stream that its pieces go to
-    logprobs: list[TokenLogprobs] | None  # None: not asked for
-    started_at: float = 0.0
-    first_at: float = 0.0
-    text: list[str] = field(default_factory=list)
-    hops_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_HOPS))
+WAITING_EVERY_S = 0.2
 
 
 @dataclass
@@ -89,9 +69,11 @@ class Head:
         not ask for it."""
         plan = stage.plan
         self._max_waiting, self._counts = max_waiting, Counts()
+        self._look_at_waiting_at = 0.0  # monotonic seconds
         self._said: list[Said] = []  # of the lap that is being received
         self._hops_us: deque[float] = deque(maxlen=256)
-        self._stage, self._text, self._reporter, self._vocab = stage, text, reporter, vocab_size
+        self._stage, self._text, self._reporter = stage, text, reporter
+        self._door = Door(text, vocab_size, plan.context)
         self._everyone_ready, self._open_for_all, self._problem = everyone_ready, False, ""
         self._verifier = Verifier(verify, stage, lap_deadline_s) if verify else None
         self._hops = plan.n_stages if plan.n_stages > 1 else 0
@@ -127,7 +109,7 @@ class Head:
 
     def _refuse(self, celery_request: Any, error: PPError) -> None:
         self._counts.failed += 1
-        self._reporter.failed(celery_request, _reply_of(celery_request), error)
+        self._reporter.failed(celery_request, reply_of(celery_request), error)
 
     def next_batch(self) -> Batch | None:
         """What goes on the next lap now, on record as sent."""
@@ -179,11 +161,19 @@ class Head:
             self._again(sequence, position)
         if self._verifier is not None:
             self._state.postpone(self._verifier.tick())
-        for session in list(self._sessions.values()):
-            if not session.started_at:
-                session.celery.maybe_expire()  # then it is among the revoked
-            if session.sequence.request_id in celery_state.revoked:
-                self._end(session, finish_reason="cancelled")
+        self._end_revoked()
+
+    def _end_revoked(self) -> None:
+        """Those that are served at once; those that wait, of whom there may be a thousand, now and then."""
+        sequences = list(self._state.live.values())
+        if (now := time.monotonic()) >= self._look_at_waiting_at:
+            self._look_at_waiting_at = now + WAITING_EVERY_S
+            for sequence in self._state.waiting:
+                self._sessions[sequence.short_id].celery.maybe_expire()  # then it is among the revoked
+            sequences += self._state.waiting
+        for sequence in sequences:
+            if sequence.request_id in celery_state.revoked:
+                self._end(self._sessions[sequence.short_id], finish_reason="cancelled")
 
     def stage_restarted(self, stage: int) -> None:
         """Its KV cache is empty: every live sequence goes again from its first position."""
@@ -213,79 +203,21 @@ class Head:
         return slots > 0
 
     def _open(self, celery_request: Any) -> Session:
-        """Raises RequestError."""
+        """Raises RequestError, or Busy."""
         if len(self._state.waiting) >= self._max_waiting:
             raise Busy(f"{self._max_waiting} requests are waiting already: send it again later")
-        args, kwargs, _ = celery_request._payload
-        if args:
-            raise RequestError(
-                "pptasks.generate takes keyword arguments only: prompt, messages or tokens, max_tokens, ..."
-            )
-        request = Request.from_kwargs(kwargs)
-        ids = self._encode(request)
-        context = self._stage.plan.context
-        if len(ids) > context:
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, but the context holds {context}: shorten it, or raise --context"
-            )
-        sequence = Sequence(
-            request_id=celery_request.id,
-            short_id=short_id(celery_request.id),
-            ids=ids,
-            n_prompt=len(ids),
-            max_tokens=min(request.max_tokens, context - len(ids) + 1),
-            stop_ids=self._text.stop_ids,
-            sampling=request.sampling,
-            traced=request.verify,
-        )
-        if request.verify and self._verifier is None:
-            raise RequestError("this head verifies no requests: start it with PP_VERIFY=1, or use `pp verify`")
-        if request.verify and self._verifier is not None:
-            self._verifier.watch(sequence)
-        return Session(
-            celery_request, sequence, self._text.decoder(), StopFilter(request.stop),
-            request.reply or celery_request.id, None if request.logprobs is None else [],
-        )  # fmt: skip
-
-    def _encode(self, request: Request) -> list[int]:
-        ids = list(request.tokens) if request.tokens is not None else self._tokenize(request)
-        if not ids:
-            raise RequestError("the prompt is empty: it has no tokens")
-        if (largest := max(ids)) >= self._vocab:
-            raise RequestError(f"token id {largest} is outside the vocabulary of {self._vocab}")
-        return ids
-
-    def _tokenize(self, request: Request) -> list[int]:
-        self._check_length(request)
-        if request.messages is not None:
-            return self._text.encode_chat([dict(m) for m in request.messages])
-        if request.raw:
-            return self._text.encode(request.prompt or "")
-        return self._text.encode_chat([{"role": "user", "content": request.prompt or ""}])
-
-    def _check_length(self, request: Request) -> None:
-        """A text that no context could hold is refused before it is tokenized, which would hold every request up."""
-        chars = len(request.prompt or "") + sum(len(message["content"]) for message in request.messages or ())
-        context, least = self._stage.plan.context, chars // self._text.longest_token
-        if chars > CHARS_AT_ONCE and least > context:
-            raise PromptTooLong(f"the prompt has at least {least} tokens, but the context holds {context}: shorten it")
+        session = self._door.open(celery_request)
+        if session.sequence.traced:
+            if self._verifier is None:
+                raise RequestError("this head verifies no requests: start it with PP_VERIFY=1, or use `pp verify`")
+            self._verifier.watch(session.sequence)
+        return session
 
     def _append(self, session: Session, tokens: list[Token]) -> None:
-        sequence = session.sequence
-        if not sequence.n_generated:
-            session.first_at = time.monotonic()
         for token in tokens:
-            sequence.append(token.id)
+            piece, reason = session.take(token, self._text)
             self._counts.tokens += 1
-            piece = session.stops.push(session.decoder.push(token.id))
-            reason = "stop" if session.stops.is_hit else sequence.finish_reason
-            if reason is not None:
-                piece += session.stops.push(session.decoder.finish()) + session.stops.finish()
-            session.text.append(piece)
-            logprobs = () if session.logprobs is None else (self._logprobs(token),)
-            if session.logprobs is not None:
-                session.logprobs += logprobs
-            self._said.append((session.reply, Piece(sequence.request_id, (token.id,), piece, logprobs)))
+            self._said.append((session.reply, piece))
             if reason is not None:
                 self._end(session, finish_reason=reason)
                 return
@@ -294,12 +226,6 @@ class Head:
         if self._said:
             self._reporter.tokens(self._said)
             self._said = []
-
-    def _logprobs(self, token: Token) -> TokenLogprobs:
-        text = self._text.of_token
-        raw = text(token.id)
-        top = tuple((i, text(i).decode(errors="replace"), p) for i, p in token.top)
-        return TokenLogprobs(token.id, raw.decode(errors="replace"), raw, token.logprob or 0.0, top)
 
     def _stage_error(self, frame: Frame) -> None:
         message = frame.payload.tobytes().decode(errors="replace")
@@ -335,7 +261,7 @@ class Head:
         del self._sessions[session.sequence.short_id]
         if self._verifier is not None and session.sequence.traced:
             if error is None and finish_reason != "cancelled":
-                result = self._result(session, finish_reason)
+                result = session.result(finish_reason)
                 self._verifier.ended(session.sequence, partial(self._verified, session, result))
                 return
             self._verifier.forget(session.sequence)
@@ -346,7 +272,7 @@ class Head:
             self._counts.cancelled += 1
             self._reporter.cancelled(session.celery, session.reply)
         else:
-            self._finished(session, self._result(session, finish_reason))
+            self._finished(session, session.result(finish_reason))
 
     def _finished(self, session: Session, result: dict[str, Any]) -> None:
         self._counts.requests += 1
@@ -360,36 +286,3 @@ class Head:
             self._reporter.failed(session.celery, session.reply, outcome)
         else:
             self._finished(session, result | {"verification": outcome.to_json()})
-
-    def _result(self, session: Session, finish_reason: str) -> dict[str, Any]:
-        sequence, now = session.sequence, time.monotonic()
-        n = sequence.n_generated
-        decode_s = now - session.first_at if n else 0.0
-        p50, p99 = np.percentile(session.hops_us, [50, 99]).tolist() if session.hops_us else (None, None)
-        return {
-            "text": "".join(session.text),
-            "token_ids": sequence.generated,
-            "prompt_token_ids": sequence.ids[: sequence.n_prompt],
-            "finish_reason": finish_reason,
-            "seed": sequence.sampling.seed,
-            "prompt_tokens": sequence.n_prompt,
-            "cached_tokens": sequence.n_cached,
-            "completion_tokens": n,
-            "logprobs": None if session.logprobs is None else [t.to_json() for t in session.logprobs],
-            "timings": {
-                "prefill_s": session.first_at - session.started_at if n else None,
-                "decode_s": decode_s,
-                "tokens_per_s": (n - 1) / decode_s if n > 1 and decode_s else None,
-                "hop_us_p50": p50,
-                "hop_us_p99": p99,
-            },
-        }
-
-
-def _reply_of(celery_request: Any) -> str:
-    """Where a request that is refused wants to hear of it, as far as it can be read."""
-    try:
-        name = celery_request._payload[1].get("reply")
-    except Exception:
-        name = None
-    return str(name) if is_stream_name(name) else str(celery_request.id)

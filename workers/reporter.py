@@ -32,7 +32,8 @@ Job = Said | Callable[[], None]
 class Reporter:
     """Every method returns at once; things are written in the order in which they were said.
 
-    `reply` is the name of the stream that a request's pieces go to. `request` is Celery's.
+    `reply` is the name of the stream that a request's pieces go to. `request` is Celery's: whoever sent it may want no
+    result to be kept (`ignore_result`).
     """
 
     def __init__(self, app: Celery, keys: Keys, broker: str):
@@ -118,20 +119,24 @@ class Reporter:
     def _write_started(self, request: Any) -> None:
         celery_state.task_accepted(request)
         request.send_event("task-started")
-        self._app.backend.mark_as_started(request.id)
+        if not request.ignore_result:
+            self._app.backend.mark_as_started(request.id)
 
     def _write_finished(self, request: Any, result: dict[str, Any]) -> None:
-        self._app.backend.mark_as_done(request.id, result)
+        if not request.ignore_result:
+            self._app.backend.mark_as_done(request.id, result)
         summary = f"{len(result['token_ids'])} tokens, {result['finish_reason']}"
         request.send_event("task-succeeded", result=summary, runtime=result["timings"]["decode_s"])
         celery_state.task_ready(request, successful=True)
 
     def _write_cancelled(self, request: Any) -> None:
-        self._app.backend.mark_as_revoked(request.id, "cancelled", store_result=True)
+        if not request.ignore_result:
+            self._app.backend.mark_as_revoked(request.id, "cancelled", store_result=True)
         request.send_event("task-revoked", terminated=False, signum=None, expired=False)
         celery_state.task_ready(request, successful=False)
 
     def _write_failed(self, request: Any, error: PPError) -> None:
-        self._app.backend.store_result(request.id, error, states.FAILURE)
+        if not request.ignore_result:
+            self._app.backend.store_result(request.id, error, states.FAILURE)
         request.send_event("task-failed", exception=repr(error), traceback="")
         celery_state.task_ready(request, successful=False)
