@@ -4,18 +4,19 @@ from copy import deepcopy
 
 import pytest
 
-from pptasks.wire import Lane, Sampling, short_id
+from pptasks.wire import Lane, Sampling, Shared, short_id
 from workers.scheduler import LAPS_AHEAD, MAX_LOST, Batch, Sequence, State, schedule
 
 DEADLINE_S = 10.0
 
 
 def sequence(name: str, n_prompt: int = 1, **changes: object) -> Sequence:
+    ids = changes.pop("prompt", list(range(100, 100 + n_prompt)))
     fields: dict[str, object] = {
         "request_id": name,
         "short_id": short_id(name),
-        "ids": list(range(100, 100 + n_prompt)),
-        "n_prompt": n_prompt,
+        "ids": ids,
+        "n_prompt": len(ids),  # type: ignore[arg-type]
         "max_tokens": 100,
         "stop_ids": frozenset({0}),
         "sampling": Sampling(seed=n_prompt),
@@ -23,12 +24,16 @@ def sequence(name: str, n_prompt: int = 1, **changes: object) -> Sequence:
     return Sequence(**(fields | changes))  # type: ignore[arg-type]
 
 
-def state(*sequences: Sequence, n_slots: int = 4, max_rows: int = 8) -> State:
+def state(*sequences: Sequence, n_slots: int = 4, max_rows: int = 8, **limits: int) -> State:
     """A head with these sequences in its slots, in this order."""
-    head = State(n_slots, max_rows, DEADLINE_S, next_step=1000)
+    head = State(n_slots, max_rows, DEADLINE_S, next_step=1000, **limits)
     head.waiting.extend(sequences)
     head.admit()
     return head
+
+
+def submit(head: State, *sequences: Sequence) -> None:
+    head.waiting.extend(sequences)
 
 
 def send(head: State, now: float = 0.0) -> Batch:
@@ -289,3 +294,110 @@ def test_what_the_head_spent_elsewhere_makes_no_lap_late() -> None:
 def test_one_traced_sequence_makes_the_lap_a_traced_one() -> None:
     assert send(state(sequence("a"), sequence("b", traced=True))).traced
     assert not send(state(sequence("a"), sequence("b"))).traced
+
+
+class TestManyAtOnce:
+    def serve(self, head: State, n: int = 1) -> list[Batch]:
+        """Laps that go out and come back at once, each with a token where one is read out."""
+        laps = []
+        for _ in range(n):
+            head.admit()
+            batch = schedule(head)
+            assert batch is not None
+            head.sent(batch, now=0.0)
+            for lane, one in head.returned(batch.step, batch.lanes):
+                one.computed(lane)
+                for _ in range(lane.readout):
+                    one.append(7)
+            laps.append(batch)
+        return laps
+
+    def test_those_who_decode_are_dealt_out_evenly_among_the_laps(self) -> None:
+        head = state(n_slots=8, max_rows=64, in_flight=2)
+        submit(head, *(sequence(f"{i}", 3 + i) for i in range(7)))
+        self.serve(head)
+        laps = []
+        while (batch := schedule(head)) is not None:
+            head.sent(batch, now=0.0)
+            laps.append(len(batch.lanes))
+        assert laps == [4, 3]
+
+    def test_no_lap_carries_more_than_max_lanes(self) -> None:
+        head = state(n_slots=8, max_rows=64, max_lanes=3)
+        submit(head, *(sequence(f"{i}", 3) for i in range(8)))
+        assert [len(lap.lanes) for lap in self.serve(head, 3)] == [3, 3, 3]
+
+    def test_a_prompt_gets_a_row_while_everybody_else_decodes(self) -> None:
+        head = state(n_slots=8, max_rows=4, max_lanes=4)
+        submit(head, *(sequence(f"{i}", 1) for i in range(6)))
+        self.serve(head, 2)
+        submit(head, sequence("prompt", 9))
+        [lap] = self.serve(head)
+        assert [lane.length for lane in lap.lanes] == [1, 1, 1, 1]
+        assert lap.lanes[-1].request == short_id("prompt")
+
+    def test_a_prompt_that_begins_like_one_that_is_being_computed_waits_and_shares(self) -> None:
+        ids = list(range(40))
+        head = state(n_slots=2, max_rows=24, in_flight=2)
+        submit(head, sequence("a", prompt=ids), sequence("b", prompt=[*ids[:30], 99]))
+        first, second, third = self.serve(head, 3)
+        assert [lane.request for lane in first.lanes] == [short_id("a")]
+        assert [(lane.position, lane.length) for lane in second.lanes] == [(24, 16)]
+        assert [(lane.position, lane.length) for lane in third.lanes] == [(40, 1), (30, 1)]
+        assert third.lanes[1].shared == Shared(short_id("a"), 0, 30)
+        assert [s.n_cached for s in head.live.values()] == [0, 30]
+
+    def test_a_chat_goes_on_in_the_slot_of_its_history(self) -> None:
+        head = state(n_slots=3, max_rows=64)
+        for name in ("other", "chat", "another"):
+            submit(head, sequence(name, prompt=[ord(name[0]) + i for i in range(20)], max_tokens=2))
+            self.serve(head, 2)
+            head.end(head.live[next(iter(head.live))])
+        submit(head, sequence("chat again", prompt=[*head.held[1].ids[:21], 5, 6]))
+        [lap] = self.serve(head)
+        assert (lap.lanes[0].slot, lap.lanes[0].shared) == (1, Shared(short_id("chat"), 1, 21))
+
+    def test_the_slot_that_was_not_used_for_longest_is_given_away(self) -> None:
+        head = state(n_slots=2, max_rows=64)
+        for name in ("a", "b"):
+            submit(head, sequence(name, prompt=[ord(name)] * 20))
+            self.serve(head)
+            head.end(next(iter(head.live.values())))
+        submit(head, sequence("c", prompt=[1] * 20))
+        head.admit()
+        assert list(head.live) == [0]
+
+    def test_after_a_miss_nothing_is_shared_and_the_source_is_forgotten(self) -> None:
+        head = state(n_slots=2, max_rows=64)
+        submit(head, sequence("a", prompt=list(range(20))))
+        self.serve(head)
+        head.end(head.live[0])
+        one = sequence("b", prompt=[*range(19), 77, 78])
+        submit(head, one)
+        head.admit()
+        batch = schedule(head)
+        assert batch is not None and batch.lanes[0].shared is not None
+        head.sent(batch, now=0.0)
+        head.missed(batch.lanes[0], one)
+        again = schedule(head)
+        assert again is not None
+        assert (again.lanes[0].position, again.lanes[0].shared, one.n_cached) == (0, None, 0)
+
+    def test_a_traced_sequence_is_computed_from_its_first_position(self) -> None:
+        head = state(n_slots=2, max_rows=64)
+        submit(head, sequence("a", prompt=list(range(20))))
+        self.serve(head)
+        submit(head, sequence("b", prompt=[*range(20), 9], traced=True))
+        head.admit()
+        batch = schedule(head)
+        assert batch is not None and all(lane.shared is None for lane in batch.lanes)
+
+    def test_with_fewer_slots_those_that_lost_theirs_wait_first(self) -> None:
+        head = state(n_slots=3, max_rows=64)
+        submit(head, *(sequence(name, 4) for name in "abcd"))
+        self.serve(head)
+        head.resize(1)
+        assert [s.request_id for s in head.live.values()] == ["a"]
+        assert [(s.request_id, s.sent, s.slot) for s in head.waiting] == [("b", 0, -1), ("c", 0, -1), ("d", 0, -1)]
+        assert all(slot == 0 for lap in head.laps.values() for slot in lap.open)
+        assert set(head.held) <= {0}
