@@ -19,6 +19,7 @@ from pptasks.wire import DIGEST_BYTES, DTYPES, max_rows
 
 DEFAULT_CONTEXT = 2048
 DEFAULT_SLOTS = 16  # if they fit what --memory and --kv-bytes allow; else as many as do
+CACHE_SHARE = 0.9  # of free memory, for weights and KV cache; steps need the rest
 MIN_MEMORY = 1 << 20  # bytes; less is a unit that was forgotten
 
 
@@ -140,6 +141,14 @@ def stage_bytes(model: Model, plan: Plan, stage: int) -> int:
     span = plan.spans[stage]
     tensors = model.stage_tensors(span.lo, span.hi, embedding=stage == 0, readout=stage == plan.readout_stage)
     return memory_bytes(tensors, plan.weights) + len(span) * cache_bytes(model, plan.slots, plan.context)
+
+
+def slots_that_fit(model: Model, plan: Plan, stage: int, free: int) -> int:
+    """As many of the plan's slots as a stage has room for in `free` bytes beside its weights; one at least, as a device
+    that cannot hold that much says so itself."""
+    each = len(plan.spans[stage]) * cache_bytes(model, 1, plan.context)
+    room = int(free * CACHE_SHARE) - (stage_bytes(model, plan, stage) - plan.slots * each)
+    return max(1, min(plan.slots, room // each)) if each else plan.slots
 
 
 def cache_bytes(model: Model, slots: int, context: int) -> int:

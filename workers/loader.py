@@ -10,7 +10,7 @@ from pptasks.config import Settings
 from pptasks.errors import ConfigError
 from pptasks.modelinfo import Model, OnProgress
 from pptasks.models import open_model
-from pptasks.plan import Plan, Span, cache_bytes, make_plan, stage_bytes
+from pptasks.plan import Plan, Span, make_plan, slots_that_fit
 from pptasks.routing import HEAD
 from workers.clang import compiler, kernel_cache
 from workers.memory import free_memory
@@ -38,9 +38,6 @@ def choose_compiler(settings: Settings) -> None:
             raise
 
 
-CACHE_SHARE = 0.9  # of free memory, for weights and KV cache; steps need the rest
-
-
 class Loader:
     """One model under one plan. Making it reads headers; `slice` fetches and loads, and nothing else does."""
 
@@ -51,25 +48,17 @@ class Loader:
 
     def stage(self, index: int) -> "Slice":
         """What stage `index` of the plan holds."""
+        from tinygrad import Device
+
         plan = self.plan
         return self.slice(
             plan.spans[index],
             embedding=index == HEAD,
             readout=index == plan.readout_stage,
-            n_slots=self._slots(index),
+            n_slots=slots_that_fit(self.model, plan, index, free_memory(Device.DEFAULT)),
             context=plan.context,
             audit_rate=self._settings.audit_rate,
         )
-
-    def _slots(self, index: int) -> int:
-        """As many of the plan's as have room beside the weights in what is free on the device now; one at least."""
-        from tinygrad import Device
-
-        plan, model = self.plan, self.model
-        each = len(plan.spans[index]) * cache_bytes(model, 1, plan.context)
-        weights = stage_bytes(model, plan, index) - plan.slots * each
-        room = int(free_memory(Device.DEFAULT) * CACHE_SHARE) - weights
-        return max(1, min(plan.slots, room // each)) if each else plan.slots
 
     def slice(
         self, span: Span, *, embedding: bool, readout: bool, n_slots: int, context: int, audit_rate: float = 0.0
