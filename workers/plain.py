@@ -97,7 +97,7 @@ class PlainTinygrad:
 
     def copy(self, source: int, slot: int, n: int) -> None:
         for cache in (part for pair in self._cache.values() for part in pair):
-            _paste(cache, (slot, 0), _copied(cache, (source, 0), n))
+            _copy(cache, source, slot, n)
 
     def warm(self, on_progress: OnProgress) -> int:
         for done, n in enumerate(self._sizes):
@@ -196,15 +196,14 @@ def _copied(cache: Tensor, at: tuple[int, int], n: int) -> np.ndarray:
         return cache.numpy()[slot, first : first + n].reshape(n, -1)
 
 
-def _paste(cache: Tensor, at: tuple[int, int], rows: np.ndarray) -> None:
-    """The other way round: rows, float32 (n, KV * Hd), into the cache."""
+def _copy(cache: Tensor, source: int, slot: int, n: int) -> None:
+    """`n` positions from the start of one slot to another, on the device."""
     try:
-        _part(cache, at, len(rows)).copyin(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+        _part(cache, (slot, 0), n).copy_from(_part(cache, (source, 0), n))
     except NotImplementedError:
-        slot, first = at
         whole = cache.numpy().copy()
-        whole[slot, first : first + len(rows)] = rows.reshape(len(rows), *whole.shape[2:])
-        cache.uop.buffer.copyin(whole.reshape(-1).view(np.uint8).data)
+        whole[slot, :n] = whole[source, :n]
+        cache.assign(Tensor(whole)).realize()
 
 
 def _part(cache: Tensor, at: tuple[int, int], n: int) -> Any:
