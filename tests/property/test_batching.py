@@ -77,7 +77,8 @@ def serve(pipe: Pipeline, crowd: list[Asked], max_rows: int, max_lanes: int, in_
         if any(True for _ in pipe.state.sequences()):
             pipe.turn()
         turn += 1
-    assert not pipe.state.live and not pipe.state.laps
+    assert not pipe.state.live
+    assert not pipe.state.laps
     return [sequence.generated for sequence in sequences]
 
 
@@ -99,7 +100,7 @@ def test_a_request_gets_the_tokens_that_it_gets_alone(
 def test_tinygrads_own_kernels_do_not_mix_lanes_either() -> None:
     """They round otherwise in another shape, so this is of greedy tokens of one model, and no bits."""
     pipe = Pipeline(GOLDENS / "llama-tied", stages=2, wire="f32", context=CONTEXT, slots=4, kernels="tinygrad")
-    crowd = [Asked(BEGINNING[: 20 + 4 * i] + (50 + i,), 6, Sampling(), i, None) for i in range(4)]
+    crowd = [Asked((*BEGINNING[: 20 + 4 * i], 50 + i), 6, Sampling(), i, None) for i in range(4)]
     together = serve(pipe, crowd, 24, 3, 2)
     assert any(sequence.n_cached for sequence in pipe.state.held.values())
     for one, got in zip(crowd, together, strict=True):

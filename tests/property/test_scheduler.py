@@ -185,7 +185,9 @@ class Pipeline:
                 assert self.state.laps or not behind, "work was left, and nothing is under way"
                 return
             decoding = any(s.n_generated for s in self.state.live.values())
-            assert len(self.state.laps) < (self.script.in_flight if decoding else max(LAPS_AHEAD, self.script.in_flight))
+            assert len(self.state.laps) < (
+                self.script.in_flight if decoding else max(LAPS_AHEAD, self.script.in_flight)
+            )
             self.check_fairness(batch.lanes)
             self.check_batch(batch.lanes, batch.ids)
             self.state.sent(batch, self.now)
@@ -207,7 +209,9 @@ class Pipeline:
             else:
                 source = self.state.held[lane.shared.slot]
                 assert owner.sent in (0, lane.position) and lane.position == lane.shared.length < owner.n_prompt
-                assert source.short_id != lane.shared.request or source.ids[: lane.position] == owner.ids[: lane.position]
+                assert (
+                    source.short_id != lane.shared.request or source.ids[: lane.position] == owner.ids[: lane.position]
+                )
                 self.n_shared += 1
             assert lane.length > 0
             assert list(ids[row : row + lane.length]) == owner.ids[lane.position : end]
