@@ -64,14 +64,18 @@ def deal(model: Model, settings: Settings, guests: Mapping[int, Guest]) -> Deal:
         raise PlanError(f"{len(guests)} machines: a run can be dealt to 1 to {MAX_SEATS}")
     if settings.slots is not None:
         return _deal(model, settings, guests)
-    slots = make_plan(model, replace(settings, stage=None, num_stages=len(guests), split="even", memory=None)).slots
-    while True:
+    most = make_plan(model, replace(settings, stage=None, num_stages=len(guests), split="even", memory=None)).slots
+    best, low, high, slots = None, 1, most, most
+    obstacle = PlanError("no slots")
+    while low <= high:  # what fits with more slots fits with fewer
         try:
-            return _deal(model, replace(settings, slots=slots), guests)
-        except PlanError:
-            if slots == 1:
-                raise
-        slots //= 2
+            best, low = _deal(model, replace(settings, slots=slots), guests), slots + 1
+        except PlanError as e:
+            obstacle, high = e, slots - 1
+        slots = (low + high) // 2
+    if best is None:
+        raise obstacle
+    return best
 
 
 def _deal(model: Model, settings: Settings, guests: Mapping[int, Guest]) -> Deal:

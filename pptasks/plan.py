@@ -174,7 +174,7 @@ def _spans_of(model: Model, settings: Settings, slots: int, readout: str, contex
 def _check_memory(model: Model, plan: Plan, settings: Settings) -> None:
     """Raises TooLarge."""
     if settings.kv_bytes is not None:
-        [most] = memory_sizes(settings.kv_bytes, 1)
+        [most] = memory_sizes(settings.kv_bytes, 1, "--kv-bytes")
         for stage, span in enumerate(plan.spans):
             if (need := len(span) * cache_bytes(model, plan.slots, plan.context)) > most:
                 raise TooLarge(
@@ -194,19 +194,19 @@ def _check_memory(model: Model, plan: Plan, settings: Settings) -> None:
             )
 
 
-def memory_sizes(memory: str, stages: int) -> list[int]:
+def memory_sizes(memory: str, stages: int, name: str = "memory") -> list[int]:
     """Bytes in "8G,24G" (K, M, G, T are powers of 1024; one size stands for every stage). Raises PlanError."""
     pattern = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
     parts = [pattern.fullmatch(part.strip()) for part in memory.split(",")]
     if not all(parts):
-        raise PlanError(f"memory {memory!r} is no list of sizes such as 8G,24G")
+        raise PlanError(f"{name} {memory!r} is no list of sizes such as 8G,24G")
     sizes = [int(float(m[1]) * 1024 ** " KMGT".index(m[2].upper() or " ")) for m in parts if m]
     if len(sizes) == 1:
         sizes *= stages
     if len(sizes) != stages:
-        raise PlanError(f"memory {memory!r} names {len(sizes)} sizes for {stages} stages; give one, or one for each")
+        raise PlanError(f"{name} {memory!r} names {len(sizes)} sizes for {stages} stages; give one, or one for each")
     if min(sizes) < MIN_MEMORY:
-        raise PlanError(f"memory {memory!r} names a size of {min(sizes)} bytes; write 8G for 8 GiB")
+        raise PlanError(f"{name} {memory!r} names a size of {min(sizes)} bytes; write 8G for 8 GiB")
     return sizes
 
 

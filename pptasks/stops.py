@@ -1,4 +1,7 @@
-"""Stop texts: an answer ends before the first of them, wherever the borders of its tokens are."""
+"""Stop texts: an answer ends before the first of them, wherever the borders of its tokens are.
+
+The first is the one that is complete first; of those that end at one place, the longest.
+"""
 
 from collections.abc import Sequence
 
@@ -16,10 +19,10 @@ class StopFilter:
         if not self._stops or self.is_hit:
             return "" if self.is_hit else text
         held = self._held + text
-        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
         if found:
             self.is_hit, self._held = True, ""
-            return held[: min(found)]
+            return held[: min(found)[1]]
         keep = max(self._overlap(held, stop) for stop in self._stops)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]

@@ -1,9 +1,10 @@
 """The tokens of requests as they come: a Redis stream that the head writes and a client reads.
 
 A request has a stream of its own, named by its task id, or shares one with others that asked for the same `reply`: then
-one read brings all that a lap made. An entry has one field `e`: JSON `{"pieces": [{"request": id, "ids": [...], "text":
-"..."}, ...]}`, with "logprobs" where they were asked for; the last piece of a request is `{"request": id, "end": "ok" |
-"failed" | "cancelled", ...}`. A stream lives for `KEEP_S` seconds after it was last written to.
+one read brings all that a lap made. An entry (2 MiB at most) has one field `e`: JSON `{"pieces": [{"request": id,
+"ids": [...], "text": "..."}, ...]}`, with "logprobs" where they were asked for; the last piece of a request is
+`{"request": id, "end": "ok" | "failed" | "cancelled", ...}`. A stream lives for `KEEP_S` seconds after it was last
+written to.
 """
 
 import json
@@ -24,6 +25,7 @@ SHARED_ENTRIES = 16384  # of a stream that many requests share, about: a reader 
 _RENEW_S = 60.0  # a stream's life is renewed that often
 _AT_ONCE, _MAX_ENTRY = 16, 2 << 20  # entries of a read, and bytes of one
 _ENDS = ("ok", "failed", "cancelled")
+_LARGEST = 3.5e38  # a float32 holds no more
 _POLL_MS = 1000  # under redis-py's socket timeout, so that a broken link is seen
 
 
@@ -92,8 +94,9 @@ class Writer:
                     pipe.delete(key)
                     sent.append(False)
                 most = None if own else SHARED_ENTRIES
-                pipe.xadd(key, {"e": data}, id=f"{entries.number}-1", maxlen=most)
-                sent.append(True)
+                for i, entry in enumerate(data, start=1):
+                    pipe.xadd(key, {"e": entry}, id=f"{entries.number}-{i}", maxlen=most)
+                    sent.append(True)
                 if now - self._renewed.get(name, -math.inf) > _RENEW_S:
                     pipe.expire(key, KEEP_S)
                     sent.append(False)
@@ -111,10 +114,10 @@ class Writer:
 
 @dataclass(frozen=True)
 class Entries:
-    """What is written at once. `own`: streams of one request each, and whether this is their end."""
+    """What is written at once, by stream. `own`: streams of one request each, and whether this is their end."""
 
     number: int
-    data: Mapping[str, str]
+    data: Mapping[str, Sequence[str]]
     own: Mapping[str, bool]
 
 
@@ -164,8 +167,18 @@ def _own(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, bool]:
     return {name: of_one[-1].end is not None for name, of_one in pieces.items() if of_one[-1].request == name}
 
 
-def _encode(pieces: Sequence[Piece]) -> str:
-    return json.dumps({"pieces": [_record(piece) for piece in pieces]}, separators=(",", ":"))
+def _encode(pieces: Sequence[Piece]) -> list[str]:
+    """One entry, or more where a reader would refuse one as too long: after the broker was away, much is said at
+    once."""
+    entries, held, size = [], list[str](), 0
+    for piece in pieces:
+        record = json.dumps(_record(piece), separators=(",", ":"))  # ASCII
+        if held and size + len(record) > _MAX_ENTRY // 2:
+            entries.append(held)
+            held, size = [], 0
+        held.append(record)
+        size += len(record) + 1
+    return ['{"pieces":[' + ",".join(of_one) + "]}" for of_one in (*entries, held)]
 
 
 def _record(piece: Piece) -> dict[str, Any]:
@@ -185,6 +198,8 @@ def _record(piece: Piece) -> dict[str, Any]:
 
 def _piece(record: Any) -> Piece:
     """Raises ValueError, TypeError or KeyError."""
+    if not isinstance(record, dict):
+        raise ValueError("a piece that is no object")
     ids, text, end, account = record.get("ids", []), record.get("text", ""), record.get("end"), record.get("account")
     if not isinstance(ids, list) or not all(_is_id(token) for token in ids):
         raise ValueError("a piece with other things than token ids")
@@ -212,9 +227,9 @@ def _account(finish_reason: Any, *counts: Any) -> Account:
 def logprobs_of(record: Any) -> TokenLogprobs:
     """[id, text, hexadecimal bytes, logprob, [[id, text, logprob], ...]]. Raises ValueError or TypeError."""
     token, text, raw, logprob, top = record
-    parts = [(token, text, logprob), *top]
+    parts = [(token, text, logprob), *((i, t, p) for i, t, p in top)]
     for i, t, p in parts:
-        if not (_is_id(i) and isinstance(t, str) and type(p) in (int, float) and -math.inf < p <= 1e-3):
+        if not (_is_id(i) and isinstance(t, str) and type(p) in (int, float) and -_LARGEST <= p <= 1e-3):
             raise ValueError("no log-probability")
         t.encode()
     return TokenLogprobs(token, text, bytes.fromhex(raw), logprob, tuple(parts[1:]))

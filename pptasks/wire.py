@@ -271,6 +271,8 @@ def _unpack(view: memoryview) -> Frame:
         raise MalformedFrame(f"a frame of {len(view)} bytes does not hold {n_lanes} lanes")
     raw = [_LANE.unpack_from(view, at) for at in range(_HEADER.size, counts_at, _LANE.size)]
     n_counts = sum(values[-1] for values in raw)
+    if n_counts > MAX_COUNTS:
+        raise MalformedFrame(f"a frame with {n_counts} counts; at most {MAX_COUNTS}")
     if nbytes != rows * width * dtype.itemsize or len(view) != frame_bytes(n_lanes, n_counts, rows, width, dtype):
         raise MalformedFrame(
             f"a frame of {len(view)} bytes does not hold {n_lanes} lanes, {n_counts} counts and {rows} x {width} values"
@@ -318,7 +320,7 @@ def _unpack_lane(values: tuple[Any, ...], counts: Iterator[Sequence[int]]) -> La
         request, attempt, slot, position, length, readout,
         Sampling(temperature, top_k, top_p, seed, presence, frequency, told),
         tuple((token, times) for token, times in islice(counts, n_counts)),
-        Shared(source, source_slot, shared) if shared else None,
+        Shared(source, source_slot, shared) if shared or source_slot or source != _NOBODY else None,
     )  # fmt: skip
 
 
@@ -338,10 +340,11 @@ def _check(kind: Kind, dtype: np.dtype, lanes: tuple[Lane, ...], rows: int, widt
         s = lane.sampling
         if not all(map(math.isfinite, (s.temperature, s.top_p, s.presence_penalty, s.frequency_penalty))):
             raise MalformedFrame("a lane whose sampling parameters are not finite")
-        if s.logprobs is not None and s.logprobs > MAX_LOGPROBS:
+        if s.logprobs is not None and not 0 <= s.logprobs <= MAX_LOGPROBS:
             raise MalformedFrame(f"a lane that asks for {s.logprobs} alternatives; at most {MAX_LOGPROBS}")
-        if lane.shared is not None and not 0 < lane.shared.length == lane.position:
-            raise MalformedFrame(f"a lane at position {lane.position} that shares {lane.shared.length} positions")
+        shared = lane.shared
+        if shared is not None and (not 0 < shared.length == lane.position or len(shared.request) != ID_BYTES):
+            raise MalformedFrame(f"a lane at position {lane.position} that shares {shared.length} positions")
     if sum(len(lane.counts) for lane in lanes) > MAX_COUNTS:
         raise MalformedFrame(f"a frame with more than {MAX_COUNTS} counts")
     expected = _rows_of(kind, lanes)

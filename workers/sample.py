@@ -67,9 +67,10 @@ def sample(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     ids = _likeliest(logits, sampling.top_k) if 0 < sampling.top_k < len(logits) else None
-    weights = _weights(logits if ids is None else logits[ids], float(logits.max()), sampling.temperature)
+    left = logits if ids is None else logits[ids]
+    weights = _weights(left, float(logits.max()), sampling.temperature)
     if sampling.top_p < 1:
-        kept = _nucleus(weights, sampling.top_p)
+        kept = _nucleus(left, weights, sampling.top_p)
         ids, weights = kept if ids is None else ids[kept], weights[kept]
     generator = np.random.Generator(np.random.Philox(key=sampling.seed, counter=position))
     drawn = _draw(weights, generator.random())
@@ -105,11 +106,12 @@ def _draw(weights: np.ndarray, at: float) -> int:
     return block * _BLOCK + int(i)
 
 
-def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
-    """Indices of the largest weights that reach `top_p` of their sum, by descending weight."""
+def _nucleus(logits: np.ndarray, weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Indices of the largest weights that reach `top_p` of their sum, in descending order: by the logits, which tell
+    apart what has the same weight in float32."""
     enough, n = top_p * float(weights.sum(dtype=np.float64)), _FIRST_TRY
     while True:  # sorting all of a vocabulary takes milliseconds
-        order = _likeliest(weights, n)
+        order = _likeliest(logits, n)
         cumulative = np.cumsum(weights[order], dtype=np.float64)
         if cumulative[-1] >= enough or len(order) == len(weights):
             return order[: int(np.searchsorted(cumulative, enough)) + 1]

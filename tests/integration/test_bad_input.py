@@ -97,6 +97,10 @@ CASES = {
     "broken JSON": ((*RUN_TIED, "--chat", "{broken}"), USAGE, ["broken.json", "JSON"]),
     "no list of messages": ((*RUN_TIED, "--chat", "{object}"), USAGE, ["object.json", "list"]),
     "missing chat": ((*RUN_TIED, "--chat", "/nowhere/chat.json"), USAGE, ["/nowhere/chat.json"]),
+    "system and raw": ((*RUN_TIED, "--raw", "--system", "x", "hi"), USAGE, ["--system", "--raw"]),
+    "log-probabilities that nobody sees": ((*RUN_TIED, "--logprobs", "1", "hi"), USAGE, ["--logprobs", "--json"]),
+    "stop at nothing": ((*RUN_TIED, "--stop", "", "hi"), FAILED, ["stop", "0 characters", "256"]),
+    "penalty": ((*RUN_TIED, "--presence-penalty", "2.5", "hi"), USAGE, ["--presence-penalty", "2.5"]),
     "timeout": ((*RUN_TIED, "--timeout", "nan", "hi"), USAGE, ["timeout", "nan"]),
     # brokers
     "no Redis URL": ((*RUN_TIED, "--broker", "http://127.0.0.1", "hi"), FAILED, ["'http'", "redis://"]),

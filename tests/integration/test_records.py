@@ -12,17 +12,19 @@ import redis
 
 from orchestrator.job import Job
 from orchestrator.stages import Cluster, Stages
-from pptasks import stream
 from pptasks.app import make_app
 from pptasks.client import Client
 from pptasks.config import Settings
 from pptasks.connect import connect
-from pptasks.errors import NotReady, RequestError, RequestFailed
+from pptasks.errors import Busy, NotReady, PromptTooLong, RequestError, RequestFailed, StageFailed
 from pptasks.keys import Keys
 from pptasks.members import Member, read_member, resolve
+from pptasks.membership import Membership
 from pptasks.plan import Plan, Span
+from pptasks.probe import expected
 from pptasks.request import Request
-from pptasks.stream import Piece
+from pptasks.stream import Account, Piece, Writer
+from tests.conftest import WaitUntil
 
 KEYS = Keys("records")
 PLAN = Plan(
@@ -89,7 +91,63 @@ def test_the_log_of_a_stage_is_short_and_harmless(client: redis.Redis, settings:
     assert stages.log(1, 3) == ()
 
 
+# ---- how many slots all stages hold ----
+
+
+def ready(stage: int, **changes: Any) -> dict[str, Any]:
+    span = PLAN.spans[stage]
+    return {
+        "stage": stage, "state": "ready", "digest": PLAN.digest.hex(), "span": [span.lo, span.hi], "probe": expected(),
+        "slots": PLAN.slots,
+    } | changes  # fmt: skip
+
+
+@pytest.fixture
+def membership(client: redis.Redis, redis_url: str) -> Iterator[Membership]:
+    """The head's; the record of stage 1 is what a test writes."""
+    with Membership(redis_url, KEYS, 0, 2, node="test", watch_lease=False, on_gone=pytest.fail) as membership:
+        yield membership
+
+
+@pytest.mark.parametrize(("slots", "of_all"), [(1, 1), (2, 2), (9, 2), (0, 0)])
+def test_there_are_as_many_slots_as_each_stage_holds(
+    client: redis.Redis, membership: Membership, slots: int, of_all: int, wait_until: WaitUntil
+) -> None:
+    """And no more than the plan has: its digest says so."""
+    client.set(KEYS.member(1), json.dumps(ready(1, slots=slots)))
+    assert membership.slots_of_all(PLAN) == 0  # stage 0 itself is not ready
+    membership.update(**ready(0) | {"span": (0, 1)})
+    wait_until(lambda: (read_member(client, KEYS, 0) or Member(0)).state == "ready", what="stage 0 says so")
+    assert membership.slots_of_all(PLAN) == of_all
+    client.set(KEYS.member(1), json.dumps(ready(1, state="starting")))
+    assert membership.slots_of_all(PLAN) == 0
+    client.delete(KEYS.member(1))
+    assert membership.slots_of_all(PLAN) == 0
+    client.set(KEYS.member(1), json.dumps(ready(1, state="failed", error="no such file")))
+    with pytest.raises(StageFailed, match="no such file"):
+        membership.slots_of_all(PLAN)
+
+
+def test_a_worker_tells_how_it_does_with_each_heartbeat(
+    client: redis.Redis, membership: Membership, wait_until: WaitUntil
+) -> None:
+    """Figures are asked for anew; what it said of itself besides stays."""
+    laps = iter(range(1, 1000))
+    membership.update(device="CPU")
+    membership.watch_figures(lambda: {"steps": next(laps), "hop_us": 0.5})
+    wait_until(lambda: (read_member(client, KEYS, 0) or Member(0)).steps >= 2, what="two heartbeats")
+    member = read_member(client, KEYS, 0)
+    assert member is not None
+    assert (member.device, member.hop_us) == ("CPU", 0.5)
+
+
 # ---- what a head stores of a request ----
+
+
+def write(client: redis.Redis, *pieces: Piece) -> None:
+    """Into one stream, in one go: nothing after an end would be written otherwise."""
+    writer = Writer(client, KEYS, 1)
+    writer.write(writer.prepare({"id": pieces}))
 
 
 def store(client: redis.Redis, status: str, result: object) -> None:
@@ -119,10 +177,14 @@ def test_no_stored_error_is_raised_as_it_is(client: redis.Redis, settings: Setti
         Client(make_app(settings)).result("id", 2)
 
 
-def test_a_request_that_cannot_be_served_stays_one(client: redis.Redis, settings: Settings) -> None:
-    store(client, "FAILURE", an_error("RequestError", "pptasks.errors", "the prompt is empty"))
-    with pytest.raises(RequestError, match=r"^the prompt is empty$"):
+@pytest.mark.parametrize("kind", [RequestError, PromptTooLong, Busy])
+def test_a_request_that_cannot_be_served_stays_one(
+    client: redis.Redis, settings: Settings, kind: type[Exception]
+) -> None:
+    store(client, "FAILURE", an_error(kind.__name__, "pptasks.errors", "the prompt is empty"))
+    with pytest.raises(kind, match=r"^the prompt is empty$") as raised:
         Client(make_app(settings)).result("id", 2)
+    assert raised.type is kind
 
 
 def test_a_revoked_request_was_cancelled(client: redis.Redis, settings: Settings) -> None:
@@ -140,12 +202,26 @@ def test_what_is_no_result_fails_and_ends_the_stream(client: redis.Redis, settin
         caller.result("id", 2)
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        Piece("id", end="ok", account=Account("stop", 1, 0, 2)),
+        Piece("id", end="failed", error="x", error_type="RequestFailed"),
+        Piece("id", end="cancelled"),
+    ],
+)
+def test_a_stream_ends_with_its_last_piece(client: redis.Redis, settings: Settings, end: Piece) -> None:
+    """Without a look at what is stored, of which there is nothing here."""
+    pieces = [Piece("id", (1,), "x"), Piece("id", (2,), "y"), end]
+    write(client, *pieces, Piece("id", (3,), "more"))
+    assert list(Client(make_app(settings)).stream("id")) == pieces
+
+
 def test_a_head_that_gives_no_end_of_tokens_is_stopped(
     client: redis.Redis, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = SimpleNamespace(settings=settings, stages=Stages(client, PLAN, settings), folder=Path(), check=bool)
-    for number in range(1, 9):
-        stream.write(client, KEYS, "id", number, Piece((number,), "x"))
+    write(client, *(Piece("id", (i,), "x") for i in range(8)))
     monkeypatch.setattr(Client, "submit", lambda caller, request: "id")
     shown: list[str] = []
     with pytest.raises(RequestFailed, match="more than the 5 tokens"):

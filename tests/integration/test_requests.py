@@ -102,7 +102,8 @@ def test_an_expired_request_is_not_served(producer: Celery) -> None:
         ({"prompt": "x", "temprature": 1}, "temprature"),
         ({"tokens": [1, 49152]}, "49152"),
         ({"tokens": list(range(100)) * 21}, "2048"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "x", "stop": "x"}, "stop"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
     ],
 )
@@ -323,10 +324,12 @@ def head_alone(hand_settings: Settings, tmp_path: Path, wait_until: WaitUntil) -
             settings.broker, Keys(settings.run), 1, 2, node="test", watch_lease=False, on_gone=pytest.fail
         ) as membership,
     ):
+        plan = make_plan(open_model(settings.model, settings.cache), settings)
         membership.update(
             state="ready",
-            digest=make_plan(open_model(settings.model, settings.cache), settings).digest.hex(),
+            digest=plan.digest.hex(),
             span=(3, 6),
+            slots=plan.slots,
             key_id=key_id(settings.secret_bytes),
             probe=expected(),
         )

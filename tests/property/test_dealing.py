@@ -12,12 +12,12 @@ from pptasks.config import Settings
 from pptasks.errors import PlanError
 from pptasks.guests import Guest
 from pptasks.modelinfo import Model
-from pptasks.plan import Plan, check_tiling, make_plan, stage_bytes
+from pptasks.plan import DEFAULT_SLOTS, Plan, check_tiling, make_plan, stage_bytes
 from tests.unit.test_dealing import guest
 from tests.unit.test_plan import SMOLLM2, model
 
 TOY = replace(SMOLLM2, dim=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn_dim=128, vocab_size=512, n_blocks=6)
-# Room in GB: the toy's blocks are of 2.2 MB with their cache, its embedding of 0.13 MB.
+# Room in GB: the toy's blocks are of 2.2 MB with a cache of 4 slots, of 0.7 MB with one slot; its embedding of 0.13 MB.
 machines = st.tuples(
     st.sampled_from([0.0005, 0.0025, 0.0047, 0.006, 0.02, 1.0]), st.sampled_from([1.0, 2.0, 3.5, 20.0])
 )
@@ -33,9 +33,9 @@ def seated(given: list[tuple[float, float]]) -> dict[int, Guest]:
     return {seat: guest(seat, *figures, host="h") for seat, figures in enumerate(given, 1)}
 
 
-def attempt(model: Model, guests: dict[int, Guest], split: str = "even") -> Deal | None:
+def attempt(model: Model, guests: dict[int, Guest], split: str = "even", slots: int | None = 4) -> Deal | None:
     try:
-        return deal(model, Settings(split=split), guests)
+        return deal(model, Settings(split=split, slots=slots), guests)
     except PlanError:
         return None
 
@@ -72,7 +72,7 @@ def test_no_other_deal_has_a_faster_slowest_stage(given: list[tuple[float, float
     best = None
     for inner in combinations(range(6), n - 1):
         cut = ",".join(str(hi - lo) for lo, hi in zip((0, *inner), (*inner, 6), strict=True))
-        plan = make_plan(toy_model, Settings(num_stages=n, split=cut))
+        plan = make_plan(toy_model, Settings(num_stages=n, split=cut, slots=4))
         for order in permutations(guests.values()):
             if fits(toy_model, plan, list(order)):
                 time = slowest(toy_model, plan, list(order))
@@ -107,10 +107,18 @@ def test_a_given_split_is_dealt_whenever_any_order_fits(
     guests, toy_model, split = seated(given), toy(tied), ",".join(map(str, cut))
     if len(cut) != len(guests):
         return
-    plan = make_plan(toy_model, Settings(num_stages=len(cut), split=split))
+    plan = make_plan(toy_model, Settings(num_stages=len(cut), split=split, slots=4))
     possible = any(fits(toy_model, plan, list(order)) for order in permutations(guests.values()))
     done = attempt(toy_model, guests, split)
     assert (done is not None) == possible
     if done is not None:
         assert done.split == split
         assert fits(toy_model, done.plan, [guests[seat] for seat in done.seats])
+
+
+@given(some, st.sampled_from(["even", "6", "2,4", "1,1,4", "0,6"]), tied)
+@settings(max_examples=100, deadline=None)
+def test_the_slots_are_the_most_that_fit(given: list[tuple[float, float]], split: str, tied: bool) -> None:
+    guests, toy_model = seated(given), toy(tied)
+    deals = [attempt(toy_model, guests, split, slots) for slots in range(DEFAULT_SLOTS, 0, -1)]
+    assert attempt(toy_model, guests, split, None) == next((found for found in deals if found is not None), None)

@@ -208,7 +208,8 @@ class Pipeline:
                 assert lane.position == owner.sent
             else:
                 source = self.state.held[lane.shared.slot]
-                assert owner.sent in (0, lane.position) and lane.position == lane.shared.length < owner.n_prompt
+                assert owner.sent in (0, lane.position)
+                assert lane.position == lane.shared.length < owner.n_prompt
                 assert (
                     source.short_id != lane.shared.request or source.ids[: lane.position] == owner.ids[: lane.position]
                 )

@@ -13,8 +13,10 @@ VERIFICATION = {
     "passed": False, "exact": True, "reason": "tokens differ", "token_ids": [1], "first_difference": 0,
     "stages": [CHECK],
 }  # fmt: skip
+TOKEN = [1, "h\ufffd", "68c3", -0.25, [[1, "h\ufffd", -0.25], [7, "", -3]]]
 ACCOUNT: dict[str, Any] = {
     "text": "h\x1bi\n", "token_ids": [1, 2], "prompt_token_ids": [3], "finish_reason": "stop", "seed": 2**64 - 1,
+    "prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 2, "logprobs": [TOKEN, [2, "i", "69", 0.0, []]],
     "timings": dict.fromkeys(TIMINGS, 0.5) | {"hop_us_p50": None, "prefill_s": 1}, "verification": VERIFICATION,
 }  # fmt: skip
 
@@ -23,6 +25,7 @@ def test_an_account_is_taken_as_it_is() -> None:
     assert checked("r", ACCOUNT) == ACCOUNT
     without = {name: value for name, value in ACCOUNT.items() if name != "verification"}
     assert checked("r", without | {"mood": "good"}) == without
+    assert checked("r", without | {"logprobs": None}) == without | {"logprobs": None}
 
 
 def test_words_for_people_are_harmless() -> None:
@@ -38,6 +41,14 @@ def test_words_for_people_are_harmless() -> None:
     [
         (("text",), 5), (("text",), "\ud800"), (("token_ids",), "12"), (("token_ids",), [True]),
         (("token_ids",), [-1]), (("token_ids",), [10**30]), (("prompt_token_ids",), None), (("finish_reason",), None),
+        (("prompt_tokens",), None), (("cached_tokens",), -1), (("completion_tokens",), 2.0),
+        (("logprobs",), {}), (("logprobs",), [5]), (("logprobs", 0), TOKEN[:4]), (("logprobs", 0), [*TOKEN, 1]),
+        (("logprobs", 0, 0), -1), (("logprobs", 0, 0), 1.0), (("logprobs", 0, 1), None), (("logprobs", 0, 1), "\ud800"),
+        (("logprobs", 0, 2), "6"), (("logprobs", 0, 2), None), (("logprobs", 0, 3), 0.5),
+        (("logprobs", 0, 3), float("nan")), (("logprobs", 0, 3), float("-inf")), (("logprobs", 0, 3), -(10**400)),
+        (("logprobs", 0, 3), None), (("logprobs", 0, 3), False), (("logprobs", 0, 4), None),
+        (("logprobs", 0, 4), [[1, "h"]]), (("logprobs", 0, 4, 1, 0), "7"), (("logprobs", 0, 4, 1, 1), "\udfff"),
+        (("logprobs", 0, 4, 1, 2), 1),
         (("seed",), 0.5), (("timings",), []), (("timings", "decode_s"), "1"), (("timings", "decode_s"), float("nan")),
         (("timings", "tokens_per_s"), float("inf")), (("timings", "hop_us_p99"), 10**400), (("verification",), None),
         (("verification", "passed"), 1), (("verification", "reason"), None), (("verification", "stages"), [5]),
@@ -66,7 +77,9 @@ def test_what_is_no_object_is_no_answer(stored: object) -> None:
         checked("r", stored)
 
 
-@pytest.mark.parametrize("kind", [errors.RequestError, errors.RequestFailed, errors.VerifyFailed, errors.NeedsToken])
+@pytest.mark.parametrize(
+    "kind", [errors.RequestError, errors.PromptTooLong, errors.RequestFailed, errors.Busy, errors.NeedsToken]
+)
 def test_a_heads_own_errors_stay_what_they_are(kind: type[errors.PPError]) -> None:
     error = told("r", kind("give less\x1b[2J\nerror: fake" + "x" * 9999))
     assert type(error) is kind

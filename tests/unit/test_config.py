@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from pptasks.config import MAX_CHUNK, MAX_CONTEXT, MAX_SLOTS, MAX_STAGES, Settings, child_environment
+from pptasks.config import (
+    MAX_CHUNK,
+    MAX_CONTEXT,
+    MAX_IN_FLIGHT,
+    MAX_SLOTS,
+    MAX_STAGES,
+    MAX_WAITING,
+    Settings,
+    child_environment,
+)
 from pptasks.errors import ConfigError, UsageError
 
 SECRET = "5e" * 32
@@ -20,6 +29,10 @@ FULL = Settings(
     readout="last",
     context=512,
     slots=9,
+    kv_bytes="2G",
+    lanes=8,
+    in_flight=3,
+    max_waiting=10,
     prefill_chunk=33,
     memory="8G,24G,24G",
     weights="quantized",
@@ -42,7 +55,8 @@ def test_an_empty_environment_gives_the_defaults() -> None:
     assert settings == Settings()
     assert (settings.stage, settings.num_stages, settings.model) == (None, 2, "smollm2:135m")
     assert (settings.split, settings.wire, settings.readout) == ("even", "bf16", "auto")
-    assert (settings.context, settings.slots, settings.prefill_chunk) == (None, 4, 128)
+    assert (settings.context, settings.slots, settings.prefill_chunk) == (None, None, 128)
+    assert (settings.kv_bytes, settings.lanes, settings.in_flight, settings.max_waiting) == (None, 32, None, 1024)
     assert (settings.lap_deadline_s, settings.lease, settings.secret, settings.cc) == (20.0, False, "", None)
 
 
@@ -59,7 +73,10 @@ def test_the_full_settings_differ_from_the_default_everywhere() -> None:
 
 
 def test_what_is_not_set_is_not_passed_on() -> None:
-    assert not {"STAGE", "PP_SECRET", "PP_CONTEXT", "CC"} & Settings().to_env().keys()
+    assert (
+        not {"STAGE", "PP_SECRET", "PP_CONTEXT", "PP_SLOTS", "PP_KV_BYTES", "PP_IN_FLIGHT", "CC"}
+        & Settings().to_env().keys()
+    )
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:
@@ -87,6 +104,9 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         ("PP_KERNELS", ["fast"]),
         ("PP_CONTEXT", ["0", "-5", str(MAX_CONTEXT + 1), "long"]),
         ("PP_SLOTS", ["0", str(MAX_SLOTS + 1), "x"]),
+        ("PP_LANES", ["0", "-1", str(MAX_SLOTS + 1), "x"]),
+        ("PP_IN_FLIGHT", ["0", str(MAX_IN_FLIGHT + 1), "1.0"]),
+        ("PP_MAX_WAITING", ["0", "-1", str(MAX_WAITING + 1), "many"]),
         ("PP_PREFILL_CHUNK", ["0", str(MAX_CHUNK + 1), "x"]),
         ("PP_LAP_DEADLINE", ["0", "0.05", "-1", "3601", "nan", "inf", "soon"]),
         ("PP_LEASE", ["yes", "true", "2", "-1"]),

@@ -9,7 +9,7 @@ from orchestrator.dealing import KEEP_FREE, WORKER_BYTES, Deal, deal, room
 from pptasks.config import Settings
 from pptasks.errors import PlanError
 from pptasks.guests import Guest
-from pptasks.plan import Span, make_plan, stage_bytes
+from pptasks.plan import DEFAULT_SLOTS, Span, cache_bytes, make_plan, stage_bytes
 from tests.unit.test_plan import SMOLLM2, model
 
 GB = 10**9
@@ -38,8 +38,8 @@ def test_blocks_go_by_speed_where_memory_is_no_matter() -> None:
 
 
 def test_who_has_little_memory_gets_few_blocks_however_fast_it_is() -> None:
-    """A block of this toy is 14 MB and its cache 6.3 MB."""
-    done = dealt(guest(1, memory=0.1, speed=1000), guest(2), guest(3))
+    """A block of this toy is 14 MB and its cache 12.6 MB."""
+    done = dealt(guest(1, memory=0.1, speed=1000), guest(2), guest(3), slots=4)
     assert sizes(done)[1] <= 4
     for stage, seat in enumerate(done.seats):
         need = stage_bytes(model(SMOLLM2), done.plan, stage)
@@ -87,10 +87,38 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(PlanError) as raised:
         dealt(guest(1, 0.1, host="laptop"), guest(2, 0.2, host="desk"), guest(3, 0.01, host="old"))
     said = str(raised.value)
-    assert "needs 0.92 GB for weights and KV cache" in said
+    assert "needs 0.63 GB for weights and KV cache" in said  # with one slot
     assert "the 3 machines have 0.31 GB" in said
     assert "desk 0.20 GB, laptop 0.10 GB, old 0.01 GB" in said
     assert "let more or larger machines join" in said
+
+
+def test_slots_that_are_given_are_kept() -> None:
+    assert dealt(guest(1), guest(2), slots=40).plan.slots == 40
+    with pytest.raises(PlanError, match=r"needs 0\.92 GB for weights and KV cache"):
+        dealt(guest(1, 0.3), guest(2, 0.3), slots=4)
+
+
+@pytest.mark.parametrize("split", ["even", "5,20,5"])
+def test_there_are_as_many_slots_as_fit(split: str) -> None:
+    """At most the default: weights are 0.54 GB, and a slot takes 0.09 GB."""
+    assert dealt(guest(1), guest(2), guest(3), split=split).plan.slots == DEFAULT_SLOTS
+    guests = guest(1, 0.3), guest(2, 0.8), guest(3, 0.2)
+    done = dealt(*guests, split=split)
+    assert 4 < done.plan.slots < DEFAULT_SLOTS
+    for stage, seat in enumerate(done.seats):
+        assert stage_bytes(model(SMOLLM2), done.plan, stage) <= room(guests[seat - 1])
+    with pytest.raises(PlanError):
+        dealt(*guests, split=split, slots=done.plan.slots + 1)
+    assert dealt(*guests, split=split, slots=done.plan.slots) == done
+
+
+def test_a_bound_on_the_cache_bounds_the_slots() -> None:
+    done = dealt(guest(1, speed=30), guest(2), kv_bytes="100M")
+    cache = cache_bytes(model(SMOLLM2), 1, done.plan.context)
+    assert len(done.plan.spans[0]) != len(done.plan.spans[1])  # by speed all the same
+    largest = max(map(len, done.plan.spans))
+    assert largest * done.plan.slots * cache <= 100 << 20 < largest * (done.plan.slots + 1) * cache
 
 
 @pytest.mark.parametrize("split", ["even", "auto", "10,10,10"])

@@ -85,7 +85,7 @@ def test_a_guest_leaves_with_its_run_whatever_it_is_told() -> None:
 
 def test_every_setting_is_the_runs_or_the_guests() -> None:
     assert set(Settings(stage=0, memory="8G", context=1, secret="ab" * 32, cc="x",
-        hf_token="x", hf_home=Path("x")).to_env()) == OF_THE_RUN | OF_THE_GUEST  # fmt: skip
+        slots=1, kv_bytes="1G", in_flight=1, hf_token="x", hf_home=Path("x")).to_env()) == OF_THE_RUN | OF_THE_GUEST  # fmt: skip
     assert not OF_THE_RUN & OF_THE_GUEST
 
 

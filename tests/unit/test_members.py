@@ -98,6 +98,32 @@ def test_a_record_round_trips(span: tuple[int, int] | None) -> None:
     assert Member.from_json(json.dumps(asdict(there)).encode()) == there
 
 
+FIGURES = (
+    "at_us", "steps", "rows", "busy_us", "lanes", "slots", "kv_bytes", "compiles", "refused",
+    "live", "waiting", "in_flight", "tokens", "prompt_tokens", "cached_tokens", "requests", "cancelled", "failed",
+)  # fmt: skip
+
+
+def test_figures_round_trip_and_are_0_where_nothing_is_told() -> None:
+    there = replace(Member(stage=0), hop_us=17.5, **dict(zip(FIGURES, range(1, 99), strict=False)))  # type: ignore[arg-type]
+    assert Member.from_json(json.dumps(asdict(there))) == there
+    bare = Member.from_json('{"stage": 0}')
+    assert {getattr(bare, name) for name in (*FIGURES, "hop_us")} == {0}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("value", ["-1", "1.5", "1e30", str(10**30), "null", '"1"', "true", "[]", "NaN"])
+def test_a_figure_that_is_no_count_is_a_value_error(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match="record"):
+        Member.from_json(f'{{"stage": 0, "{name}": {value}}}')
+
+
+@pytest.mark.parametrize("value", ["-1.0", "NaN", "Infinity", "1e30", '"1"', "null"])
+def test_a_hop_that_is_no_time_is_a_value_error(value: str) -> None:
+    with pytest.raises(ValueError, match="record"):
+        Member.from_json(f'{{"stage": 0, "hop_us": {value}}}')
+
+
 def test_each_start_is_another_incarnation() -> None:
     assert Member(stage=0).incarnation != Member(stage=0).incarnation
 

@@ -12,6 +12,7 @@ import pytest
 from pptasks.modelinfo import Model, Rope
 from pptasks.models import open_model
 from pptasks.plan import Span
+from workers import plain
 from workers.model import Slice, rope_table
 from workers.reference import rope_angles
 
@@ -133,6 +134,81 @@ def test_the_plain_path_takes_any_rows_up_to_its_largest(golden: Golden):
         np.testing.assert_allclose(plain.forward(x[:rows], slots, positions), y, atol=1e-4)
 
 
+@pytest.fixture(scope="module", params=["auto", "tinygrad"])
+def two_blocks(request: pytest.FixtureRequest, goldens: Path, tmp_path_factory: pytest.TempPathFactory) -> Slice:
+    """Every call audited: also what a copy wrote over is known to have changed."""
+    model = open_model(goldens / "llama-tied", tmp_path_factory.mktemp("cache"))
+    return make(model, 1, 3, n_slots=4, max_rows=8, audit_rate=1.0, kernels=request.param)
+
+
+def in_slot(slice_: Slice, slot: int, x: np.ndarray, first: int = 0) -> bytes:
+    positions = np.arange(first, first + len(x), dtype=np.int32)
+    return slice_.forward(x, np.full(len(x), slot, np.int32), positions).tobytes()
+
+
+@pytest.mark.parametrize("n", [1, 5, 7])
+def test_a_copy_is_what_computing_gives_bit_for_bit(two_blocks: Slice, n: int):
+    """Positions of slot 0 go on in slot 3, over what was there, as all of them do in slot 2."""
+    x, other = np.random.default_rng(n).standard_normal((2, 8, two_blocks.dim)).astype(np.float32)
+    before = in_slot(two_blocks, 2, x[:n]), in_slot(two_blocks, 0, x[:n])
+    assert before[0] == before[1]
+    expected = [in_slot(two_blocks, 2, x[n:], n), in_slot(two_blocks, 2, other[:1], 8)]
+    in_slot(two_blocks, 0, other[n:], n)  # the source goes on with something else
+    in_slot(two_blocks, 3, other[: max(1, n - 1)])
+    two_blocks.copy(0, 3, n)
+    assert [in_slot(two_blocks, 3, x[n:], n), in_slot(two_blocks, 3, other[:1], 8)] == expected
+
+
+def test_a_copy_leaves_all_but_its_positions_alone(two_blocks: Slice):
+    """Of the source, of the slots beside, and of the slot that it goes to."""
+    x, y, z = np.random.default_rng(9).standard_normal((3, 8, two_blocks.dim)).astype(np.float32)
+    for slot, rows in enumerate((x, y, z, y)):
+        in_slot(two_blocks, slot, rows)
+    held = {slot: cache_of(two_blocks, slot, 8) for slot in range(4)}
+    two_blocks.copy(1, 2, 3)
+    assert all(cache_of(two_blocks, slot, 8) == held[slot] for slot in (0, 1, 3))
+    assert cache_of(two_blocks, 2, 8) == [
+        copied[: len(own) * 3 // 8] + own[len(own) * 3 // 8 :] for copied, own in zip(held[1], held[2], strict=True)
+    ]
+    two_blocks.copy(2, 1, 8)  # and back
+    assert cache_of(two_blocks, 1, 8) == cache_of(two_blocks, 2, 8)
+
+
+def cache_of(slice_: Slice, slot: int, n: int) -> list[bytes]:
+    """The first `n` positions of a slot: keys and values of each block."""
+    return [part.tobytes() for i in (1, 2) for part in slice_._backend.cached(i, slot, 0, n - 1)]
+
+
+@pytest.mark.parametrize(
+    ("source", "slot", "n", "told"),
+    [(0, 4, 1, "slot 4"), (-1, 0, 1, "slot -1"), (0, 1, CONTEXT + 1, f"position {CONTEXT}"), (0, 1, 0, "position -1")],
+)
+def test_a_copy_that_would_leave_the_cache_is_refused(two_blocks: Slice, source: int, slot: int, n: int, told: str):
+    with pytest.raises(ValueError, match=told):
+        two_blocks.copy(source, slot, n)
+
+
+def test_a_device_that_names_no_part_of_a_buffer_copies_too(
+    goldens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As OpenCL and WebGPU: the whole cache is read and written then, where programs that are compiled find it."""
+    model = open_model(goldens / "llama-tied", tmp_path)
+    slice_ = make(model, 1, 3, n_slots=4, max_rows=1, kernels="tinygrad")
+    x, other = np.random.default_rng(5).standard_normal((2, 3, slice_.dim)).astype(np.float32)
+    for position in range(3):
+        expected = in_slot(slice_, 2, x[position:][:1], position)
+        in_slot(slice_, 3, other[position:][:1], position)
+        if position < 2:
+            in_slot(slice_, 0, x[position:][:1], position)
+
+    def no_part(*_: object) -> object:
+        raise NotImplementedError
+
+    monkeypatch.setattr(plain, "_part", no_part)
+    slice_.copy(0, 3, 2)
+    assert in_slot(slice_, 3, x[2:], 2) == expected
+
+
 @pytest.mark.parametrize("kernels", ["auto", "tinygrad"])
 def test_warm_reports_its_progress(golden: Golden, kernels: str):
     seen: list[tuple[str, int, int]] = []
@@ -140,7 +216,7 @@ def test_warm_reports_its_progress(golden: Golden, kernels: str):
         golden.model, 0, 1, readout=True, max_rows=1, kernels=kernels, on_progress=lambda *at: seen.append(at)
     )
     seen.clear()
-    slice_.warm()
+    assert slice_.warm() >= 2  # programs: a block's, and that of the read-out
     assert seen[0][:2] == ("compile", 0)
     assert seen[-1] == ("compile", seen[0][2], seen[0][2])
 

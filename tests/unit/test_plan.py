@@ -8,7 +8,18 @@ import pytest
 from pptasks.config import Settings
 from pptasks.errors import PlanError
 from pptasks.modelinfo import EMBEDDING, OUTPUT, OUTPUT_NORM, Model, ModelConfig, Rope, TensorRef
-from pptasks.plan import DEFAULT_CONTEXT, Plan, Span, check_tiling, make_plan, memory_sizes, partition, stage_bytes
+from pptasks.plan import (
+    DEFAULT_CONTEXT,
+    DEFAULT_SLOTS,
+    Plan,
+    Span,
+    cache_bytes,
+    check_tiling,
+    make_plan,
+    memory_sizes,
+    partition,
+    stage_bytes,
+)
 from pptasks.wire import MAX_FRAME_BYTES
 
 SMOLLM2 = ModelConfig(
@@ -235,8 +246,8 @@ def test_rows_of_a_frame_are_bounded_by_the_chunk_and_by_the_largest_frame() -> 
     for wire in ("bf16", "f32"):  # what is told for a verification is float32 in any case
         rows = planned(wide, wire=wire, prefill_chunk=4096).max_rows
         assert rows == MAX_FRAME_BYTES // (wide.dim * 4) - 1  # all but the one that header, lanes and tag need
-    with pytest.raises(PlanError, match=rf"width {1 << 24}\b.* 4 lanes"):
-        planned(replace(SMOLLM2, dim=1 << 24, n_blocks=1), num_stages=1)
+    with pytest.raises(PlanError, match=rf"width {1 << 24}\b.* 4 lanes .*fewer slots"):
+        planned(replace(SMOLLM2, dim=1 << 24, n_blocks=1), num_stages=1, slots=4)
 
 
 def test_a_plan_carries_what_it_was_made_from() -> None:
@@ -264,11 +275,11 @@ def test_memory_that_is_no_size_for_each_stage(memory: str) -> None:
 
 def test_auto_fills_each_stage_by_its_memory() -> None:
     """Blocks go where there is room: a stage with three times the memory holds about three times the bytes."""
-    plan = planned(num_stages=2, split="auto", memory="1G,3G")
+    plan = planned(num_stages=2, split="auto", memory="1G,3G", slots=4)
     held = [stage_bytes(model(SMOLLM2), plan, stage) for stage in range(2)]
     assert sizes(plan.spans) == [4, 26]  # float32: the head's embedding takes 113 MB
     assert 2.5 < held[1] / held[0] < 3.5
-    assert sizes(planned(num_stages=2, split="auto", memory="8G").spans) == [13, 17]  # the KV cache counts too
+    assert sizes(planned(num_stages=2, split="auto", memory="8G", slots=4).spans) == [13, 17]  # the KV cache counts too
     assert sizes(planned(num_stages=2, split="auto").spans) == [11, 19]
 
 
@@ -276,9 +287,67 @@ def test_what_no_stage_can_hold_is_refused_before_anything_starts() -> None:
     with pytest.raises(
         PlanError, match=r"stage 0 with blocks \[0, 15\) needs [45]\d\d MB .* has 105 MB.*--weights quantized"
     ):
-        planned(num_stages=2, memory="100M,8G")
+        planned(num_stages=2, memory="100M,8G", slots=4)
     with pytest.raises(PlanError, match=r"stage 1 with blocks \[15, 30\)"):
         planned(num_stages=2, memory="8G,150M")
+    with pytest.raises(PlanError, match=r"stage 0 with blocks \[0, 15\) needs 3\d\d MB .* has 105 MB"):
+        planned(num_stages=2, memory="100M,8G")  # with one slot
+
+
+SLOT = 15 * cache_bytes(model(SMOLLM2), 1, DEFAULT_CONTEXT)  # 47 MB, of one slot and half of the blocks
+
+
+def test_there_are_sixteen_slots_where_nothing_is_said_of_memory() -> None:
+    assert DEFAULT_SLOTS == 16
+    assert planned(num_stages=2).slots == planned(num_stages=2, memory="8G", kv_bytes="8G").slots == 16
+    assert planned(num_stages=2, slots=40).slots == 40
+
+
+@pytest.mark.parametrize("slots", [1, 5, 15])
+def test_there_are_fewer_slots_where_no_more_fit_the_memory(slots: int) -> None:
+    needs = stage_bytes(model(SMOLLM2), planned(num_stages=2, slots=slots), 0)
+    assert planned(num_stages=2, memory=f"{needs},8G").slots == slots
+    if slots > 1:
+        assert planned(num_stages=2, memory=f"{needs - 1},8G").slots == slots - 1
+
+
+def test_what_the_memory_allows_is_found_for_each_number_of_slots_anew() -> None:
+    """Their caches move the cut."""
+    given = {"num_stages": 2, "split": "auto", "memory": "400M,650M"}
+    plan = planned(**given)
+    assert 1 < plan.slots < 16
+    assert sizes(plan.spans) != sizes(planned(**given, slots=1).spans)
+    for stage, size in enumerate((400, 650)):
+        assert stage_bytes(model(SMOLLM2), plan, stage) <= size << 20
+    assert planned(**given, slots=plan.slots) == plan
+    with pytest.raises(PlanError, match="fewer slots"):
+        planned(**given, slots=plan.slots + 1)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7, 15])
+def test_there_are_fewer_slots_where_no_more_fit_the_cache(slots: int) -> None:
+    assert planned(num_stages=2, kv_bytes=str(SLOT * slots)).slots == slots
+    assert planned(num_stages=2, kv_bytes=str(SLOT * (slots + 1) - 1)).slots == slots
+    assert planned(num_stages=2, kv_bytes=str(SLOT * slots), context=DEFAULT_CONTEXT // 2).slots == min(2 * slots, 16)
+
+
+def test_slots_that_do_not_fit_are_refused_with_both_numbers() -> None:
+    with pytest.raises(
+        PlanError,
+        match=r"^stage 0 with blocks \[0, 15\) needs 142 MB of KV cache for 3 sequences of 2048 positions, "
+        r"and --kv-bytes allows 94 MB: .*fewer slots",
+    ):
+        planned(num_stages=2, slots=3, kv_bytes=str(2 * SLOT))
+    with pytest.raises(PlanError, match=r"needs 47 MB of KV cache for 1 sequences .* allows 47 MB"):
+        planned(num_stages=2, kv_bytes=str(SLOT - 1))  # not even one
+    with pytest.raises(PlanError, match=r"^stage 1 .*needs 967 MB for weights and KV cache, and has 900 MB"):
+        planned(num_stages=2, slots=16, memory="8G,900000000")
+
+
+@pytest.mark.parametrize("size", ["", "8X", "1G,1G", "8", "-1G"])
+def test_a_bound_of_the_cache_that_is_no_size_is_named(size: str) -> None:
+    with pytest.raises(PlanError, match=f"^--kv-bytes '{size}'"):
+        planned(num_stages=2, kv_bytes=size)
 
 
 def test_weights_kept_as_in_the_file_are_part_of_the_plan() -> None:

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pptasks.wire import Sampling
-from workers.sample import sample
+from pptasks.wire import MAX_LOGPROBS, Sampling
+from workers.sample import Token, choose, rows_of, sample
 
 LOGITS = np.array([1.0, 3.0, 2.0, 0.5, -1.0, 2.5, -30.0, 0.0], np.float32)
 GREEDY = Sampling()
@@ -117,3 +117,121 @@ def test_extreme_logits_are_drawn_from_without_a_nan() -> None:
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-308])
 def test_the_smallest_temperature_is_greedy(temperature: float) -> None:
     assert sample(np.array([10, 20, 15], np.float32), Sampling(temperature, seed=1), 0) == 1
+
+
+# ---- penalties ----
+
+CLOSE = np.array([1.0, 0.9, 0.8, -5.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("presence", "frequency", "counts", "chosen"),
+    [
+        (0.15, 0.0, ((0, 1),), 1),  # 1 - 0.15 < 0.9
+        (0.05, 0.0, ((0, 1),), 0),  # 1 - 0.05 > 0.9
+        (0.05, 0.0, ((0, 1000),), 0),  # once, however often it was generated
+        (0.15, 0.0, ((0, 1), (1, 1)), 0),  # 0.85 > 0.8 > 0.75
+        (0.25, 0.0, ((0, 1), (1, 1)), 2),  # 0.75, 0.65 < 0.8
+        (0.0, 0.04, ((0, 2),), 0),  # 1 - 0.08 > 0.9
+        (0.0, 0.04, ((0, 3),), 1),  # 1 - 0.12 < 0.9
+        (0.0, 0.04, ((0, 6), (1, 3)), 2),  # 0.76, 0.78 < 0.8
+        (0.05, 0.03, ((0, 2),), 1),  # 1 - 0.05 - 0.06 < 0.9
+        (2.0, 2.0, (), 0),
+        (0.0, 0.0, ((0, 1000),), 0),
+        (-2.0, 0.0, ((2, 1),), 2),  # a negative one is a reward
+        (0.0, -2.0, ((3, 4),), 3),  # -5 + 8 > 1
+    ],
+)
+def test_penalties_are_subtracted_from_what_was_generated(
+    presence: float, frequency: float, counts: tuple[tuple[int, int], ...], chosen: int
+) -> None:
+    sampling = Sampling(presence_penalty=presence, frequency_penalty=frequency)
+    logits = CLOSE.copy()
+    assert sample(logits, sampling, 0, counts) == chosen
+    assert np.array_equal(logits, CLOSE)
+
+
+def test_draws_follow_the_penalised_softmax() -> None:
+    """Before temperature, top_k and top_p."""
+    sampling = Sampling(0.8, top_k=5, seed=3, presence_penalty=0.5, frequency_penalty=0.25)
+    penalised = LOGITS.copy()
+    penalised[1] -= 0.5 + 4 * 0.25
+    penalised[5] -= 0.5 + 0.25
+    expected = softmax(penalised, 0.8)
+    expected[np.argsort(expected)[:-5]] = 0
+    expected /= expected.sum()
+    drawn = [sample(LOGITS, sampling, position, ((1, 4), (5, 1))) for position in range(N_DRAWS)]
+    assert chi_square(drawn, expected) < 26  # 4 degrees of freedom: 1 in 30,000
+
+
+# ---- log-probabilities ----
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    exact = logits.astype(np.float64)
+    return exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [LOGITS, np.zeros(49_152, np.float32), np.random.default_rng(0).normal(0, 5, 49_152).astype(np.float32),
+     np.array([1e4, -1e4, 0, 1e4], np.float32)],
+    ids=["few", "flat", "many", "far apart"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(logprobs=5),
+        Sampling(1.5, top_k=3, seed=1, logprobs=5),
+        Sampling(0.2, top_p=0.5, seed=9, presence_penalty=2, frequency_penalty=-2, logprobs=5),
+    ],
+)
+def test_a_log_probability_is_of_the_logits_as_they_are(logits: np.ndarray, sampling: Sampling) -> None:
+    """Whatever temperature, cuts and penalties made of them for the draw."""
+    counts = ((0, 3), (1, 1))
+    expected = log_softmax(logits)
+    for position in range(5):
+        token = choose(logits, sampling, position, counts)
+        assert token.id == sample(logits, sampling, position, counts)
+        assert token.logprob == pytest.approx(expected[token.id], abs=1e-5, rel=1e-6)
+        ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:5]
+        assert [i for i, _ in token.top] == ranked
+        assert [p for _, p in token.top] == pytest.approx(expected[ranked], abs=1e-5, rel=1e-6)
+
+
+def test_what_nobody_asked_for_is_not_told() -> None:
+    assert choose(LOGITS, Sampling(), 0) == Token(1)
+    alone = choose(LOGITS, Sampling(logprobs=0), 0)
+    assert (alone.id, alone.top) == (1, ())
+    assert alone.logprob == pytest.approx(log_softmax(LOGITS)[1])
+
+
+@pytest.mark.parametrize(
+    ("token", "logprobs"),
+    [
+        (Token(7), None),
+        (Token((1 << 31) - 1, -0.5), 0),
+        (Token(0, 0.0, ((0, 0.0), (5, -3.4028234663852886e38))), 2),
+        (Token(3, -1.5, tuple((i, -i / 4) for i in range(MAX_LOGPROBS))), MAX_LOGPROBS),
+    ],
+)
+@pytest.mark.parametrize("wider", [0, 1, 40])
+def test_a_token_survives_its_row(token: Token, logprobs: int | None, wider: int) -> None:
+    """Of a frame whose widest lane asks for more."""
+    sampling = Sampling(logprobs=logprobs)
+    row = token.to_row(sampling.columns + wider)
+    assert (row.dtype, row.shape) == (np.int32, (sampling.columns + wider,))
+    assert not row[sampling.columns :].any()
+    assert Token.from_row(row, sampling) == token
+
+
+def test_a_row_is_the_id_then_the_bits_of_float32_values() -> None:
+    row = Token(9, -0.25, ((9, -0.25), (4, -2.0))).to_row(7)
+    bits = [int(np.float32(p).view(np.int32)) for p in (-0.25, -0.25, -2.0)]
+    assert row.tolist() == [9, bits[0], 9, bits[1], 4, bits[2], 0]
+
+
+def test_rows_of_all_tokens_are_as_wide_as_the_widest() -> None:
+    rows = rows_of([Token(1), Token(2, -1.0)], 2)
+    assert (rows.shape, rows.dtype, rows[:, 0].tolist()) == ((2, 2), np.int32, [1, 2])
+    assert rows_of([], 4).shape == (0, 4)

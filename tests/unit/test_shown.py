@@ -10,6 +10,7 @@ from rich.console import Console
 from orchestrator import cli, tables
 from orchestrator.board import Board, Row
 from orchestrator.listing import CLUSTERS, table
+from orchestrator.terminal import print_text
 from pptasks.errors import StageFailed
 from pptasks.shown import line, plain
 
@@ -42,12 +43,12 @@ def test_an_answer_is_harmless_on_a_terminal_and_whole_elsewhere(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = "a\x1b[2Jb\tc\x07 "
-    cli._print_text(answer)
+    print_text(answer)
     assert capfd.readouterr().out == answer
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr("sys.stdout", terminal)
-        cli._print_text(answer)
+        print_text(answer)
         terminal.flush()
         assert os.read(ours, 100) == b"a[2Jb\tc "
     os.close(ours)

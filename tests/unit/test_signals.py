@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from orchestrator import signals
-from orchestrator.signals import held, interrupt_once, interruptible
+from orchestrator.signals import held, interrupt_once, interruptible, stoppable
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +58,71 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     interrupt_once()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+# ---- where Ctrl-C stops something, and ends nothing ----
+
+
+def test_ctrl_c_stops_again_and_again_what_may_be_stopped() -> None:
+    stopped = 0
+    with stoppable():
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)  # nothing to stop yet
+            try:
+                with interruptible():
+                    signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                stopped += 1
+                signal.raise_signal(signal.SIGINT)  # impatience
+                signals.check()
+    assert stopped == 3
+
+
+def interrupted(number: signal.Signals, again: signal.Signals, done: list[str]) -> None:
+    """What one signal interrupts, and the other comes while it puts itself in order."""
+    try:
+        signal.raise_signal(number)
+    except KeyboardInterrupt:
+        signal.raise_signal(again)
+        done.append("cancelled")
+        raise
+
+
+def test_impatience_does_not_disturb_how_something_stops() -> None:
+    done: list[str] = []
+    with stoppable():
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            interrupted(signal.SIGINT, signal.SIGINT, done)
+        signals.check()
+    assert done == ["cancelled"]
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_another_signal_ends_the_command_also_while_something_stops(first: signal.Signals) -> None:
+    done: list[str] = []
+    with stoppable():
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            interrupted(first, signal.SIGTERM, done)
+        done.append("saved")
+        with pytest.raises(KeyboardInterrupt):
+            signals.check()
+    assert done == ["cancelled", "saved"]
+    for name in signals.ENDING:
+        signal.raise_signal(name)  # nothing disturbs how it ends
+
+
+def test_after_it_ctrl_c_ends_the_command() -> None:
+    with stoppable(), pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(signal.SIGINT)
+    signals.check()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signals.check()
+
+
+def test_whoever_ends_by_himself_is_not_disturbed() -> None:
+    with stoppable():
+        signals.ignore()
+    for name in signals.ENDING:
+        signal.raise_signal(name)

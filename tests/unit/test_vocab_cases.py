@@ -13,7 +13,7 @@ from pptasks import gguf, vocab_gguf
 from pptasks.config import Settings
 from pptasks.text import Text
 from tests import vocab_cases
-from tests.conftest import _lacks
+from tests.conftest import lacks
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def folder() -> Path:
     try:
         return vocab_cases.fetch(Settings.from_env().cache)
     except (RuntimeError, OSError) as error:
-        _lacks(str(error))
+        lacks(str(error))
 
 
 @pytest.fixture(scope="module")

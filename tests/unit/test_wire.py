@@ -11,13 +11,17 @@ import pytest
 from pptasks.errors import BadTag, MalformedFrame, VersionMismatch, WireError
 from pptasks.wire import (
     DTYPES,
+    MAX_COUNTS,
     MAX_FRAME_BYTES,
     MAX_LANES,
+    MAX_LOGPROBS,
     ErrorCode,
     Frame,
     Kind,
     Lane,
     Sampling,
+    Shared,
+    columns,
     decode,
     encode,
     frame_bytes,
@@ -27,13 +31,17 @@ from pptasks.wire import (
 
 SECRET = bytes(range(32))
 HEADER = struct.Struct("<4s4BHH16s16sQQ4I")  # as the module's docstring states it, written down once more
-LANE = struct.Struct("<16s5IdIdQ")
+LANE = struct.Struct("<16s5I16s2IdIdQ2d2I")
 U32 = (1 << 32) - 1
 
 LANES = (
-    Lane(b"A" * 16, attempt=1, slot=2, position=7, length=2, readout=1, sampling=Sampling(0.5, 40, 0.9, 1234)),
+    Lane(
+        b"A" * 16, attempt=1, slot=2, position=7, length=2, readout=1,
+        sampling=Sampling(0.5, 40, 0.9, 1234, 1.5, -0.25, logprobs=3),
+        counts=((9, 1), (5, 70_000)), shared=Shared(b"C" * 16, 3, 7),
+    ),
     Lane(b"B" * 16, attempt=0, slot=0, position=0, length=1, readout=0),
-)
+)  # fmt: skip
 FRAME = Frame(
     kind=Kind.ACTIVATION,
     plan=b"P" * 16,
@@ -51,11 +59,23 @@ def signed(body: bytes) -> bytes:
     return body + hmac.digest(SECRET, body, "sha256")
 
 
+def packed(**changes: float | bytes) -> bytes:
+    """A lane of one row that is read out, with some of its fields changed."""
+    fields: dict[str, float | bytes] = {
+        "request": b"A" * 16, "attempt": 0, "slot": 0, "position": 0, "length": 1, "readout": 1,
+        "source": bytes(16), "source_slot": 0, "shared": 0,
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "presence": 0.0, "frequency": 0.0,
+        "logprobs": 0, "counts": 0,
+    }  # fmt: skip
+    assert changes.keys() <= fields.keys()
+    return LANE.pack(*(fields | changes).values())
+
+
 def header(**changes: int | bytes) -> bytes:
     """The header of a valid frame without lanes or rows, with some of its fields changed."""
     fields: dict[str, int | bytes] = {
         "magic": b"PPTF",
-        "version": 2,
+        "version": 3,
         "kind": Kind.ACTIVATION,
         "dtype": 0,  # f32
         "error": 0,
@@ -85,13 +105,15 @@ def refused(data: bytes, error: type[WireError]) -> str:
 def test_the_layout_is_the_stated_one() -> None:
     payload = FRAME.payload.tobytes()
     head = HEADER.pack(
-        b"PPTF", 2, 1, 1, 0, 3, 1, b"P" * 16, b"R" * 16, 1 << 50, 1500, 2, 3, 2, len(payload)
+        b"PPTF", 3, 1, 1, 0, 3, 1, b"P" * 16, b"R" * 16, 1 << 50, 1500, 2, 3, 2, len(payload)
     )  # fmt: skip
-    first = LANE.pack(b"A" * 16, 1, 2, 7, 2, 1, 0.5, 40, 0.9, 1234)
-    second = LANE.pack(b"B" * 16, 0, 0, 0, 1, 0, 0.0, 0, 1.0, 0)
-    assert (HEADER.size, LANE.size) == (76, 64)
-    assert encode(FRAME, SECRET) == signed(head + first + second + payload)
-    assert decode(signed(head + first + second + payload), SECRET) == FRAME
+    first = LANE.pack(b"A" * 16, 1, 2, 7, 2, 1, b"C" * 16, 3, 7, 0.5, 40, 0.9, 1234, 1.5, -0.25, 4, 2)
+    second = LANE.pack(b"B" * 16, 0, 0, 0, 1, 0, bytes(16), 0, 0, 0.0, 0, 1.0, 0, 0.0, 0.0, 0, 0)
+    counts = struct.pack("<4I", 9, 1, 5, 70_000)
+    body = head + first + second + counts + payload
+    assert (HEADER.size, LANE.size) == (76, 112)
+    assert encode(FRAME, SECRET) == signed(body)
+    assert decode(signed(body), SECRET) == FRAME
 
 
 def test_a_payload_is_a_view_that_cannot_be_written() -> None:
@@ -158,18 +180,19 @@ def test_every_truncation_and_extension_is_refused() -> None:
 
 def test_bytes_left_out_or_put_in_under_a_matching_tag_are_refused() -> None:
     body = encode(FRAME, SECRET)[:-32]
-    for at in (HEADER.size, HEADER.size + LANE.size, len(body) - 1):
+    counts_at = HEADER.size + 2 * LANE.size
+    for at in (HEADER.size, HEADER.size + LANE.size, counts_at, counts_at + 8, len(body) - 1):
         refused(signed(body[:at] + body[at + 1 :]), MalformedFrame)
         refused(signed(body[:at] + b"\0" + body[at:]), MalformedFrame)
 
 
-@pytest.mark.parametrize("version", [0, 1, 255])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 255])
 def test_an_unknown_version_is_told_before_anything_else(version: int) -> None:
     body = header(version=version, kind=99, lanes=U32, rows=U32, width=U32, nbytes=U32)
     for data in (signed(body), body + bytes(32)):  # whatever follows, and whoever signed it
         message = refused(data, VersionMismatch)
         assert f"version {version};" in message
-        assert "version 2" in message
+        assert "version 3" in message
 
 
 def test_another_secret_is_refused() -> None:
@@ -221,14 +244,63 @@ def test_a_frame_over_the_limit_is_refused_on_both_ways() -> None:
 
 
 def test_the_largest_frame_is_exactly_what_max_rows_says() -> None:
-    dtype, width = DTYPES["bf16"], 4096
+    """All counts that there may be fit beside the rows, wherever they are."""
+    dtype, width, n = DTYPES["bf16"], 4096, MAX_COUNTS
     rows = max_rows(width, dtype, 4)
-    assert frame_bytes(4, rows, width, dtype) <= MAX_FRAME_BYTES < frame_bytes(4, rows + 1, width, dtype)
-    lanes = tuple(Lane(b"A" * 16, 0, slot, 0, length, 1) for slot, length in enumerate((1, 1, 1, rows - 3)))
+    assert frame_bytes(4, n, rows, width, dtype) <= MAX_FRAME_BYTES < frame_bytes(4, n, rows + 1, width, dtype)
+    counts = ((), tuple((i, i) for i in range(MAX_COUNTS - 1)), (), ((U32, U32),))
+    lanes = tuple(
+        Lane(b"A" * 16, 0, slot, 0, length, 1, counts=counts[slot]) for slot, length in enumerate((1, 1, 1, rows - 3))
+    )
     data = encode(replace(FRAME, lanes=lanes, payload=np.zeros((rows, width), dtype)), SECRET)
-    assert len(data) == frame_bytes(4, rows, width, dtype)
-    assert decode(data, SECRET).payload.shape == (rows, width)
+    assert len(data) == frame_bytes(4, n, rows, width, dtype)
+    back = decode(data, SECRET)
+    assert back.payload.shape == (rows, width)
+    assert [lane.counts for lane in back.lanes] == list(counts)
     assert max_rows(1 << 24, dtype, 4) == 0
+
+
+def test_more_counts_than_a_frame_may_hold_are_refused_on_both_ways() -> None:
+    """Before the decoder makes anything of them: a pair takes 8 bytes on the wire, and 25 times that in Python."""
+    most = (((1, 1),) * (MAX_COUNTS - 1), ((1, 1),))
+    lanes = tuple(Lane(b"A" * 16, 0, slot, 0, 1, 1, counts=counts) for slot, counts in enumerate((*most, most[1])))
+    with pytest.raises(MalformedFrame, match=f"{MAX_COUNTS} counts"):
+        encode(replace(FRAME, lanes=lanes, payload=np.zeros((3, 1), np.float32)), SECRET)
+    body = header(lanes=3, rows=3, nbytes=12) + b"".join(packed(counts=len(lane.counts)) for lane in lanes)
+    data = signed(body + bytes(8 * (MAX_COUNTS + 1) + 12))
+    tracemalloc.start()
+    try:
+        assert f"{MAX_COUNTS + 1} counts" in refused(data, MalformedFrame)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 10
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_frame_of_tokens_is_as_wide_as_its_widest_lane() -> None:
+    """An id alone, an id with its log-probability, and with 20 alternatives beside."""
+    widths = {None: 1, 0: 2, 1: 4, MAX_LOGPROBS: 42}
+    assert {n: Sampling(logprobs=n).columns for n in widths} == widths
+    lanes = tuple(Lane(b"A" * 16, 0, i, 0, 1, 1, Sampling(logprobs=n)) for i, n in enumerate(widths))
+    assert [columns(lanes[:n]) for n in range(5)] == [1, 1, 2, 4, 42]
+    for n in range(1, 5):
+        payload = np.arange(n * columns(lanes), dtype=np.int32).reshape(n, -1)
+        frame = replace(FRAME, kind=Kind.TOKENS, lanes=lanes[:n], payload=payload[:, : columns(lanes[:n])])
+        assert decode(encode(frame, SECRET), SECRET) == frame
+        for width in {1, 2, 4, 41, 42, 43} - {columns(lanes[:n])}:
+            with pytest.raises(MalformedFrame, match=f"TOKENS with {n} x {width}"):
+                encode(replace(frame, payload=np.zeros((n, width), np.int32)), SECRET)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 1, MAX_LOGPROBS])
+@pytest.mark.parametrize("shared", [None, Shared(bytes(16), 0, 1), Shared(b"S" * 16, U32, U32)])
+@pytest.mark.parametrize("counts", [(), ((0, 1), (U32, U32))])
+def test_what_a_lane_may_carry_survives_the_way(
+    logprobs: int | None, shared: Shared | None, counts: tuple[tuple[int, int], ...]
+) -> None:
+    position = shared.length if shared else 0
+    lane = Lane(b"A" * 16, 0, 0, position, 1, 1, Sampling(logprobs=logprobs), counts, shared)
+    frame = replace(FRAME, lanes=(LANES[0], lane), payload=np.zeros((3, 1), np.float32))
+    assert decode(encode(frame, SECRET), SECRET) == frame
 
 
 @pytest.mark.parametrize(
@@ -254,6 +326,18 @@ def test_the_largest_frame_is_exactly_what_max_rows_says() -> None:
         {"lanes": (replace(LANES[0], length=3, sampling=Sampling(seed=1 << 64)),)},
         {"lanes": (replace(LANES[0], length=3, sampling=Sampling(temperature=float("nan"))),)},
         {"lanes": (replace(LANES[0], length=3, sampling=Sampling(top_p=float("inf"))),)},
+        {"lanes": (replace(LANES[0], length=3, sampling=Sampling(presence_penalty=float("nan"))),)},
+        {"lanes": (replace(LANES[0], length=3, sampling=Sampling(frequency_penalty=float("-inf"))),)},
+        {"lanes": (replace(LANES[0], length=3, sampling=Sampling(logprobs=MAX_LOGPROBS + 1)),)},
+        {"lanes": (replace(LANES[0], length=3, sampling=Sampling(logprobs=-1)),)},
+        {"lanes": (replace(LANES[0], length=3, counts=((-1, 1),)),)},
+        {"lanes": (replace(LANES[0], length=3, counts=((1, 1 << 32),)),)},
+        {"lanes": (replace(LANES[0], length=3, shared=Shared(b"C" * 16, 3, 6)),)},  # not right before position 7
+        {"lanes": (replace(LANES[0], length=3, shared=Shared(b"C" * 16, 3, 8)),)},
+        {"lanes": (replace(LANES[0], length=3, position=0, shared=Shared(b"C" * 16, 3, 0)),)},
+        {"lanes": (replace(LANES[0], length=3, shared=Shared(b"C" * 15, 3, 7)),)},
+        {"lanes": (replace(LANES[0], length=3, shared=Shared(b"C" * 17, 3, 7)),)},
+        {"lanes": (replace(LANES[0], length=3, shared=Shared(b"C" * 16, -1, 7)),)},
     ],
 )
 def test_what_decode_would_refuse_is_not_encoded(changes: dict[str, object]) -> None:
@@ -280,21 +364,34 @@ def test_a_header_field_that_does_not_fit_is_not_encoded(changes: dict[str, obje
 @pytest.mark.parametrize(
     ("kind", "dtype", "lane"),
     [
-        (Kind.ACTIVATION, 0, LANE.pack(b"A" * 16, 0, 0, 0, 1, 2, 0, 0, 1, 0)),  # more read-outs than rows
-        (Kind.ACTIVATION, 0, LANE.pack(b"A" * 16, 0, 0, 0, 2, 0, 0, 0, 1, 0)),  # two rows, one is there
-        (Kind.ACTIVATION, 0, LANE.pack(b"A" * 16, 0, 0, 0, 1, 1, float("nan"), 0, 1, 0)),
-        (Kind.ACTIVATION, 0, LANE.pack(b"A" * 16, 0, 0, 0, 1, 1, 0, 0, float("inf"), 0)),
-        (Kind.ACTIVATION, 3, LANE.pack(b"A" * 16, 0, 0, 0, 1, 1, 0, 0, 1, 0)),  # i32 is no hidden state
-        (Kind.RETURN, 0, LANE.pack(b"A" * 16, 0, 0, 0, 1, 0, 0, 0, 1, 0)),  # nothing to read out, one row is there
-        (Kind.TOKENS, 0, LANE.pack(b"A" * 16, 0, 0, 0, 1, 1, 0, 0, 1, 0)),  # f32 is no token id
+        (Kind.ACTIVATION, 0, {"readout": 2}),  # more read-outs than rows
+        (Kind.ACTIVATION, 0, {"length": 2}),  # two rows, one is there
+        (Kind.ACTIVATION, 0, {"temperature": float("nan")}),
+        (Kind.ACTIVATION, 0, {"top_p": float("inf")}),
+        (Kind.ACTIVATION, 0, {"presence": float("nan")}),
+        (Kind.ACTIVATION, 0, {"frequency": float("-inf")}),
+        (Kind.ACTIVATION, 0, {"logprobs": MAX_LOGPROBS + 2}),
+        (Kind.ACTIVATION, 0, {"logprobs": U32}),
+        (Kind.ACTIVATION, 0, {"counts": 1}),  # which is not there
+        (Kind.ACTIVATION, 0, {"counts": U32}),
+        (Kind.ACTIVATION, 0, {"source": b"C" * 16}),  # nothing is shared, and it is named
+        (Kind.ACTIVATION, 0, {"source_slot": 1}),
+        (Kind.ACTIVATION, 0, {"position": 7, "source": b"C" * 16}),
+        (Kind.ACTIVATION, 0, {"position": 7, "source": b"C" * 16, "shared": 6}),
+        (Kind.ACTIVATION, 0, {"position": 7, "source": b"C" * 16, "shared": U32}),
+        (Kind.ACTIVATION, 3, {}),  # i32 is no hidden state
+        (Kind.RETURN, 0, {"readout": 0}),  # nothing to read out, one row is there
+        (Kind.TOKENS, 0, {}),  # f32 is no token id
+        (Kind.TOKENS, 3, {"logprobs": 1}),  # an id alone, and its log-probability was asked for
     ],
 )
-def test_lanes_that_contradict_the_payload_are_refused(kind: Kind, dtype: int, lane: bytes) -> None:
-    refused(signed(header(kind=kind, dtype=dtype, lanes=1, rows=1, nbytes=4) + lane + bytes(4)), MalformedFrame)
+def test_lanes_that_contradict_the_payload_are_refused(kind: Kind, dtype: int, lane: dict[str, float | bytes]) -> None:
+    whole = header(kind=kind, dtype=dtype, lanes=1, rows=1, nbytes=4)
+    refused(signed(whole + packed(**lane) + bytes(4)), MalformedFrame)
 
 
 def test_billions_of_rows_without_a_width_are_refused() -> None:
-    lane = LANE.pack(b"A" * 16, 0, 0, 0, U32, 0, 0, 0, 1, 0)
+    lane = packed(length=U32, readout=0)
     refused(signed(header(lanes=1, rows=U32, width=0) + lane), MalformedFrame)
 
 
