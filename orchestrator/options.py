@@ -253,7 +253,10 @@ sampling = group(
 answer = group(
     option("--system", "What the model is told about its part, before everything else.", metavar="TEXT"),
     option(
-        "--stop", "End the answer before this text, which is not shown; several may be given.", metavar="TEXT", multiple=True
+        "--stop",
+        "End the answer before this text, which is not shown; several may be given.",
+        metavar="TEXT",
+        multiple=True,
     ),
     option(
         "--presence-penalty",
@@ -287,5 +290,7 @@ prompt = group(
     option("--tokens", "Token ids instead of text.", metavar='"1,2,3"'),
     click.option("--raw", is_flag=True, help="The prompt as it is, without the model's chat template."),
 )
+
+flower = click.option("--flower", is_flag=True, help="Start Flower for it too: Celery's own page, on this machine.")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else there.")

@@ -21,6 +21,7 @@ from orchestrator import options
 from orchestrator.board import Board
 from orchestrator.clusters import Clusters, Record
 from orchestrator.fleet import Fleet
+from orchestrator.flower import Flower, flower_for
 from orchestrator.folders import own_folder
 from orchestrator.given import LINKED_GRACE_S, LONG_S, Given, how, is_terminal, open_here, settings_from
 from orchestrator.hire import rented
@@ -46,6 +47,7 @@ MAX_SAID = 64 << 10  # bytes of what a holder said that are passed on at once
 @click.option("--join", "guests", type=click.IntRange(1, 64), metavar="N", help="Wait for N machines to pp join.")
 @click.option("--name", default="default", show_default=True, help="What --cluster and pp down call it.")
 @click.option("--verify", is_flag=True, help="Let pp verify use it.")
+@options.flower
 @click.option("--detach", "-d", is_flag=True, help="Return when it is ready, and let it run on; pp down ends it.")
 @options.as_json
 def up(name: str, detach: bool, as_json: bool, **given: Any) -> None:
@@ -64,10 +66,11 @@ def up(name: str, detach: bool, as_json: bool, **given: Any) -> None:
     with (
         _name_held(name),
         _made(given, console) as (cluster, model),
+        flower_for(given, cluster) as flower,
         _recorded(name, cluster, model.name, given) as tell_ready,
     ):
         with suppress(KeyboardInterrupt), cluster:
-            _announce(tell_ready(), given)
+            _announce(tell_ready(), given, flower)
             with interruptible():
                 while True:
                     cluster.tend()
@@ -159,11 +162,12 @@ def _recorded(name: str, cluster: Fleet | Joined, model: str, given: Given) -> I
         clusters.remove(name, run)
 
 
-def _announce(record: Record, given: Given) -> None:
-    """On stdout: how to use it; no secret."""
+def _announce(record: Record, given: Given, flower: Flower | None) -> None:
+    """On stdout: how to use it; no secret but Flower's password, which has no other way to whoever started it."""
     if given["as_json"]:
         shown = {k: getattr(record, k) for k in ("name", "run", "pid", "where", "model", "deadline", "ready_s")}
-        click.echo(json.dumps(shown | {"price_usd_hour": record.price_usd_hour}))
+        at = {"flower": {"url": flower.url, "user": flower.user, "password": flower.password}} if flower else {}
+        click.echo(json.dumps(shown | {"price_usd_hour": record.price_usd_hour} | at))
     else:
         price = f", ${record.price_usd_hour:.3f} an hour" if record.price_usd_hour else ""
         click.echo(

@@ -59,10 +59,11 @@ def smollm2_gguf() -> Path:
     try:
         return open_model("smollm2:135m", cache=Settings.from_env().cache).path
     except ModelError as error:
-        _lacks(f"smollm2:135m ({error})")
+        lacks(f"smollm2:135m ({error})")
 
 
-def _lacks(what: str) -> NoReturn:
+def lacks(what: str) -> NoReturn:
+    """End a test that needs what is not there."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"this test needs {what}")
     pytest.skip(f"needs {what}")
