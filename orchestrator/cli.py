@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +14,19 @@ from typing import Any
 import click
 from rich.console import Console
 
-from orchestrator import launch, options, tables
+from orchestrator import asked, launch, options, tables
+from orchestrator.bench import bench
+from orchestrator.chat import chat
 from orchestrator.given import open_here, settings_from
 from orchestrator.hire import DryRun
 from orchestrator.job import Job, describe
 from orchestrator.manage import down, ps, sweep
 from orchestrator.progress import Display
+from orchestrator.serve.command import serve
 from orchestrator.signals import interrupt_once, interruptible
+from orchestrator.terminal import print_text, tell
 from orchestrator.up import join, up
-from pptasks import shown
-from pptasks.errors import PPError, RequestFailed, StageFailed, StillBilling, UsageError, VerifyFailed
+from pptasks.errors import PPError, RequestFailed, StillBilling, UsageError, VerifyFailed
 from pptasks.plan import make_plan
 from pptasks.request import MAX_TOKENS, Request
 
@@ -47,8 +50,8 @@ def _errors() -> Iterator[None]:
         return
     except PPError as e:
         if isinstance(e, StillBilling) and isinstance(e.__context__, PPError):
-            _tell(e.__context__)  # what failed first
-        _tell(e)
+            tell(e.__context__)  # what failed first
+        tell(e)
         sys.exit(e.exit_code)
     except KeyboardInterrupt:
         click.echo("cancelled", err=True)
@@ -60,12 +63,6 @@ def _errors() -> Iterator[None]:
         if sys.stdout is not None:  # what it could not write must not fail again when Python ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
-
-
-def _tell(error: PPError) -> None:
-    click.echo(f"error: {shown.plain(str(error))}", err=True)
-    for line in error.log if isinstance(error, StageFailed) else ():
-        click.echo(f"  | {shown.line(line)}", err=True)
 
 
 @click.group(cls=CLI, context_settings=options.HELP)
@@ -85,14 +82,18 @@ def main() -> None:
 @options.model
 @options.max_tokens
 @options.sampling
+@options.answer
+@options.logprobs
 @options.cluster
 @options.named
 @options.as_json
 def run(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, as_json: bool, **given: Any) -> None:
     """Start the stages here, answer PROMPT (or what is piped in), and leave nothing behind."""
-    request = _request(prompt, chat, tokens, raw, given)
+    if given["logprobs"] is not None and not as_json:
+        raise UsageError("--logprobs: only --json shows them; give it too")
+    request = asked.request(prompt, chat, tokens, raw, given)
     console = Console(stderr=True)
-    show = (lambda text: None) if as_json else _print_text
+    show = (lambda text: None) if as_json else print_text
     with launch.cluster(given, console) as (cluster, model):
         answer = Job(cluster, given["timeout"]).run(request, show)
         report = describe(cluster, model, answer)
@@ -138,32 +139,6 @@ def models(as_json: bool) -> None:
 @main.command()
 @options.prompt
 @options.model
-@options.max_tokens
-@options.sampling
-@options.cluster
-@options.named
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Requests, one after the other.")
-@options.as_json
-def bench(
-    prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, repeat: int, as_json: bool, **given: Any
-) -> None:
-    """Measure the main job: ready time, prefill, decode, hops. PROMPT defaults to "Say hello"."""
-    prompt = prompt if prompt or chat or tokens else "Say hello"
-    request = _request(prompt, chat, tokens, raw, given)
-    with launch.cluster(given, Console(stderr=True)) as (cluster, model):
-        job = Job(cluster, given["timeout"])
-        reports = [describe(cluster, model, job.run(request)) for _ in range(repeat)]
-    summary = tables.summary(reports)
-    if as_json:
-        click.echo(json.dumps(summary))
-    else:
-        title = f"{model.name}, {cluster.plan.n_stages} stages"
-        Console().print(tables.bench_table(summary, f"median of {repeat}", title))
-
-
-@main.command()
-@options.prompt
-@options.model
 @options.option("--max-tokens", "Tokens to generate and check.", type=click.IntRange(1, MAX_TOKENS), default=32)
 @options.sampling
 @options.cluster
@@ -178,8 +153,8 @@ def verify(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool,
     at a time as fit its memory.
     """
     if prompt is None and chat is None and tokens is None:
-        prompt = _piped() or "Say hello"
-    request = replace(_request(prompt, chat, tokens, raw, given), verify=True)
+        prompt = asked.piped() or "Say hello"
+    request = replace(asked.request(prompt, chat, tokens, raw, given), verify=True)
     with launch.cluster(given | {"verify": True}, Console(stderr=True)) as (cluster, model):
         answer = Job(cluster, given["timeout"]).run(request)
         report = describe(cluster, model, answer) | {"verification": answer.get("verification")}
@@ -187,7 +162,7 @@ def verify(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool,
     if as_json:
         click.echo(json.dumps(report))
     elif found is not None and not given["quiet"]:
-        _print_text(report["text"] + "\n")
+        print_text(report["text"] + "\n")
         Console().print(tables.verification_table(report))
     if found is None:
         raise VerifyFailed("the request was cancelled before it could be verified")
@@ -214,7 +189,7 @@ def smoke_run(as_json: bool, **given: Any) -> None:
         request = Request(prompt="Say hello", max_tokens=64)
         console = Console(stderr=True)
         with launch.cluster(given | {"as_json": as_json}, console) as (cluster, model), interruptible():
-            answer = Job(cluster, given["timeout"]).run(request, (lambda text: None) if as_json else _print_text)
+            answer = Job(cluster, given["timeout"]).run(request, (lambda text: None) if as_json else print_text)
             report = describe(cluster, model, answer)
             click.echo(json.dumps(report) if as_json else "")
         if report["finish_reason"] == "cancelled":
@@ -225,53 +200,7 @@ def smoke_run(as_json: bool, **given: Any) -> None:
             console.print(tables.closing_line(report), markup=False, highlight=False, soft_wrap=True)
 
 
-def _request(prompt: str | None, chat: Path | None, tokens: str | None, raw: bool, given: Mapping[str, Any]) -> Request:
-    """Raises UsageError for a wrong combination, RequestError for a request that cannot be served."""
-    if sum(x is not None for x in (prompt, chat, tokens)) > 1:
-        raise UsageError("give one of PROMPT, --chat and --tokens")
-    if raw and chat is not None:
-        raise UsageError("--raw and --chat: a chat is always put into the model's template; give a PROMPT or --tokens")
-    sampling = {n: given[n] for n in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
-    if chat is not None:
-        return Request(messages=_messages(chat), **sampling)
-    if tokens is not None:
-        return Request(tokens=_token_ids(tokens), **sampling)
-    if prompt is None:
-        prompt = _piped()
-        if prompt is None:
-            raise UsageError('give a PROMPT, such as pp run "Say hello", or pipe one in')
-    return Request(prompt=prompt, raw=raw, **sampling)
-
-
-def _piped() -> str | None:
-    """What is piped in; None at a terminal."""
-    return None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-
-
-def _messages(file: Path) -> tuple[Any, ...]:
-    try:
-        messages = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise UsageError(f"--chat {file} is not readable JSON: {e}") from None
-    if not isinstance(messages, list):
-        raise UsageError(f'--chat {file} must hold a list: [{{"role": "user", "content": "..."}}]')
-    return tuple(messages)
-
-
-def _token_ids(tokens: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(t) for t in tokens.replace(",", " ").split())
-    except ValueError:
-        raise UsageError('--tokens takes whole numbers: --tokens "1,2,3"') from None
-
-
-def _print_text(text: str) -> None:
-    """Whoever wrote the text must not rule a terminal; a pipe or a file gets every byte of it."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    click.echo(shown.plain(text) if is_terminal else text, nl=False, color=True)  # else click leaves some bytes out
-
-
-for command in (up, join, ps, down, sweep):
+for command in (bench, chat, serve, up, join, ps, down, sweep):
     main.add_command(command)
 
 

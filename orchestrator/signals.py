@@ -19,7 +19,7 @@ def interrupt_once() -> None:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         _State.came = True
         if not _State.held:
-            _ignore()
+            ignore()
             raise KeyboardInterrupt
 
     for name in ENDING:
@@ -30,6 +30,7 @@ def interrupt_once() -> None:
 def check() -> None:
     """Raise the interrupt of a signal that has come: while it had to wait, or where Python could not raise."""
     if _State.came:
+        ignore()
         raise KeyboardInterrupt
 
 
@@ -54,7 +55,29 @@ class interruptible(held):
     _value = False
 
 
-def _ignore() -> None:
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """In the block, which is `held`, Ctrl-C ends nothing: it interrupts what is `interruptible`, each time anew, and
+    nothing else. Whoever catches that asks `check` whether it was another signal, which does end the command."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if not _State.held:
+            _State.held = True  # what it interrupts is on its way out: once is enough
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    with held():
+        if before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGINT) is stop:
+                signal.signal(signal.SIGINT, before)
+
+
+def ignore() -> None:
+    """No signal disturbs how the command ends."""
     for name in ENDING:
         signal.signal(name, signal.SIG_IGN)
 
@@ -63,7 +86,7 @@ def _ignore() -> None:
 def uninterrupted() -> Iterator[None]:
     """What is in the block is done to its end. In the main thread."""
     before = {name: signal.getsignal(name) for name in ENDING}
-    _ignore()
+    ignore()
     try:
         yield
     finally:

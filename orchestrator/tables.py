@@ -133,6 +133,17 @@ def closing_line(report: Mapping[str, Any]) -> str:
     return f"{n} tokens ({report['finish_reason']}), ready in {timings['ready_s']:.1f} s{speed}"
 
 
+def turn_line(answer: Mapping[str, Any], context: int) -> str:
+    """How an answer of a chat went. `context`: positions that a conversation may take."""
+    n, speed = answer["completion_tokens"], answer["timings"]["tokens_per_s"]
+    if answer["finish_reason"] == "cancelled":
+        return f"{n} tokens (stopped)"
+    parts = [f"{n} tokens ({answer['finish_reason']})", f"{speed:.1f} tok/s" if speed else ""]
+    cached, taken = answer["cached_tokens"], min(answer["prompt_tokens"] + n, context)
+    parts += [f"{cached} cached" if cached else "", f"context {taken} of {context}"]
+    return ", ".join(filter(None, parts))
+
+
 def _span(span: Sequence[int]) -> str:
     return "[{}, {})".format(*span) if span else "-"
 

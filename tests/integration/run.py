@@ -58,17 +58,16 @@ class Command:
         self.state = self.folder / "state"
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir()
-        given = self.folder / "stdin"
-        given.write_bytes(stdin)
+        (self.folder / "stdin").write_bytes(stdin)
         ours = {
             "XDG_STATE_HOME": str(self.state), "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT), MARK: self.mark,
         }  # fmt: skip
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PP_")}
-        with given.open("rb") as source, (self.folder / "stderr").open("wb") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, *program, *argv],
-                stdin=source, stdout=subprocess.PIPE, stderr=errors, cwd=self.folder, env=inherited | ours | environ,
-            )  # fmt: skip
+        self.process = self._start([sys.executable, *program, *argv], inherited | ours | environ)
+
+    def _start(self, argv: list[str], env: dict[str, str]) -> "subprocess.Popen[bytes]":
+        with (self.folder / "stdin").open("rb") as source, (self.folder / "stderr").open("wb") as errors:
+            return subprocess.Popen(argv, stdin=source, stdout=subprocess.PIPE, stderr=errors, cwd=self.folder, env=env)
 
     def __enter__(self) -> "Command":
         return self

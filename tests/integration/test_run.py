@@ -15,10 +15,16 @@ from redis.client import Monitor
 
 from tests.integration.run import SMOKE_RUN, Command, Ended, pp, pp_at_once
 
-KEYS = {"text", "token_ids", "prompt_token_ids", "finish_reason", "model", "plan", "stages", "timings", "seed"}
+KEYS = {
+    "text", "token_ids", "prompt_token_ids", "finish_reason", "cached_tokens", "logprobs", "model", "plan", "stages",
+    "timings", "seed",
+}  # fmt: skip
 MODEL_KEYS = {"name", "architecture", "fingerprint"}
 PLAN_KEYS = {"spans", "wire", "readout", "digest"}
-STAGE_KEYS = {"stage", "pid", "device", "kernels", "gate_failure", "span", "weights_bytes", "rss_bytes"}
+STAGE_KEYS = {
+    "stage", "pid", "device", "kernels", "gate_failure", "span", "weights_bytes", "rss_bytes", "slots", "kv_bytes",
+    "compiles",
+}  # fmt: skip
 TIMINGS_KEYS = {"ready_s", "prefill_s", "decode_s", "tokens_per_s", "hop_us_p50", "hop_us_p99"}
 CUTS = [
     ("llama-tied", ("--stages", "2"), [[0, 3], [3, 6]]),
@@ -159,6 +165,25 @@ def test_a_seed_repeats_a_sample(tmp_path: Path, goldens: Path) -> None:
     assert again["text"] == fresh["text"]
     assert again["token_ids"] == fresh["token_ids"]
     assert other["text"] != fresh["text"]
+
+
+def test_what_an_answer_is_told_to_be_like(tmp_path: Path, smollm2_gguf: Path) -> None:
+    """--system, --stop, --logprobs and the penalties reach the head; each changes what it is for."""
+    argv = ("run", "--json", "-q", "Name three colours.", "--max-tokens", "24", "--model", str(smollm2_gguf))
+    system = ("--system", "You are a pirate.")
+    stops = ("--stop", "no such words", "--stop", ".", "--logprobs", "2")
+    penalties = ("--presence-penalty", "2", "--frequency-penalty", "2")
+    plain, changed = (pp(tmp_path, *argv, *given).report for given in (stops, (*system, *penalties)))
+    check_form(plain, n_stages=2)
+    assert plain["finish_reason"] == "stop"
+    assert "." not in plain["text"]
+    assert len(plain["logprobs"]) == len(plain["token_ids"]) > 1
+    for token, likeliest in ((t["id"], t["top"]) for t in plain["logprobs"]):
+        assert [token] == [likeliest[0]["id"]]  # as it was not sampled
+        assert 0 >= likeliest[0]["logprob"] >= likeliest[1]["logprob"]
+    assert changed["logprobs"] is None
+    assert len(changed["prompt_token_ids"]) != len(plain["prompt_token_ids"])
+    assert len(set(changed["token_ids"])) > 0.9 * len(changed["token_ids"])  # hardly any of them twice
 
 
 def test_pp_plan_starts_nothing(tmp_path: Path, goldens: Path) -> None:
