@@ -76,14 +76,16 @@ def test_dark_and_light_as_the_system_is(new_page: NewPage, served: Served, dark
     page.wait_for(DONE)
     assert contrast(page, ".message.assistant .text", "body") > 7
     assert contrast(page, ".stage .where", ".pipeline") > 4.5
-    assert contrast(page, ".doing", ".pipeline") > 4.5
+    for word in ("idle", "prefill", "decode", "loading", "failed", "away"):
+        assert contrast(page, ".doing", ".pipeline", f"document.querySelector('.stage').dataset.doing = '{word}'") > 4.5
     assert contrast(page, ".hint", "body") > 4.5
     page.screenshot(SCREENSHOTS / f"{'dark' if dark else 'light'}-answered.png")
 
 
-def contrast(page: Page, text: str, ground: str) -> float:
-    """WCAG's ratio of two colours."""
+def contrast(page: Page, text: str, ground: str, first: str = "") -> float:
+    """WCAG's ratio of two colours. first: what is done to the page before it is taken."""
     return page.evaluate(f"""(() => {{
+        {first};
         const light = (css) => {{
             const [r, g, b] = css.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
                 .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
