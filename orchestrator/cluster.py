@@ -10,6 +10,7 @@ from types import TracebackType
 
 from orchestrator.process import Process, end_all, python
 from orchestrator.run import Gate, Options, Run
+from orchestrator.signals import check, held
 from orchestrator.stages import Stages, progress_of
 from pptasks.config import Settings, child_environment, worker_module
 from pptasks.connect import through
@@ -47,7 +48,9 @@ class LocalCluster:
         with ExitStack() as stack:
             stack.enter_context(self._run)
             stack.callback(end_all, self.workers)
-            self._start()
+            with held():  # a worker whose start was interrupted would be nobody's
+                self._start()
+            check()
             self.stages = Stages(self._run.redis, self.plan, self.settings)
             self._wait_until_ready()
             self._stack = stack.pop_all()

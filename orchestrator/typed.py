@@ -1,7 +1,9 @@
 """What is typed, or piped in, a message at a time."""
 
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import click
@@ -9,6 +11,7 @@ import click
 from pptasks.errors import RequestError
 
 FIRST, NEXT = ">>> ", "... "
+_LOOK_S = 0.1
 
 
 class Typed:
@@ -44,7 +47,8 @@ class Typed:
 
     def _line(self, prompt: str) -> str | None:
         try:
-            return input(prompt) if self._editor else self._plain_line(prompt)
+            with _looking_up():
+                return input(prompt) if self._editor else self._plain_line(prompt)
         except EOFError:
             return None
         except UnicodeDecodeError as e:
@@ -57,6 +61,18 @@ class Typed:
             click.echo(prompt, nl=False, err=True)
         line = sys.stdin.buffer.readline()
         return line.decode(sys.stdin.encoding).rstrip("\r\n") if line else None
+
+
+@contextmanager
+def _looking_up() -> Iterator[None]:
+    """A signal that comes just before a key is waited for is heard when that key comes: Python looks for signals only
+    when its wait is interrupted. So it is, a few times a second."""
+    signal.signal(signal.SIGALRM, lambda signum, frame: None)  # for good: one more may be under way
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _editor() -> ModuleType | None:

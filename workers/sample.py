@@ -63,7 +63,7 @@ def sample(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts
     probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020), with a counter-based generator (Philox) keyed
     by the seed and set to the position.
     """
-    logits = _penalised(logits, sampling, counts)
+    logits = penalised(logits, sampling, counts)
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     ids = _likeliest(logits, sampling.top_k) if 0 < sampling.top_k < len(logits) else None
@@ -77,7 +77,7 @@ def sample(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts
     return drawn if ids is None else int(ids[drawn])
 
 
-def _penalised(logits: np.ndarray, sampling: Sampling, counts: Counts) -> np.ndarray:
+def penalised(logits: np.ndarray, sampling: Sampling, counts: Counts) -> np.ndarray:
     """OpenAI's definition: of an id that was generated `times`, less frequency_penalty * times + presence_penalty."""
     pairs = list(counts) if sampling.is_penalised else []
     if not pairs:

@@ -9,7 +9,7 @@ work on, and who decodes is dealt out evenly among them.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from pptasks.wire import MAX_COUNTS, Lane, Sampling, Shared
@@ -148,12 +148,16 @@ class State:
         return back
 
     def rewind(self, sequence: Sequence, position: int) -> None:
-        """Send `sequence` again from `position` as a new attempt; what is under way of it no longer counts."""
+        """Send `sequence` again from `position` as a new attempt; what is under way of it no longer counts.
+
+        If that is its first lane, and it shared, then all of it: who owns the slot that it shared from may have changed
+        meanwhile, on some of the stages.
+        """
         sequence.attempt += 1
         sequence.lost += 1
+        if position <= sequence.n_cached:
+            position, sequence.shared = 0, None
         sequence.sent = min(sequence.sent, position)
-        if position < sequence.n_cached:
-            sequence.shared = None
         self._forget_laps(sequence.slot)
 
     def rewind_all(self) -> None:
@@ -245,10 +249,11 @@ def _batch(state: State, decodes: list[Sequence], prompts: list[Sequence]) -> Ba
     lanes: list[Lane] = []
     ids: list[int] = []
     room, counts, traced = state.max_rows, MAX_COUNTS, False
+    taken: set[int] = set()  # slots that a lane of this lap takes over, before a later lane can copy from them
     for sequence in (*decodes, *prompts):
         if room == 0 or len(lanes) == state.max_lanes or len(sequence.counts) > counts:
             break
-        shared = _shared(state, sequence)
+        shared = _shared(state, sequence, taken)
         if shared is WAIT:
             continue
         first = shared.length if shared is not None else sequence.sent
@@ -262,6 +267,8 @@ def _batch(state: State, decodes: list[Sequence], prompts: list[Sequence]) -> Ba
             )
         )  # fmt: skip
         ids.extend(sequence.ids[first:end])
+        if state.held.get(sequence.slot) is not sequence:
+            taken.add(sequence.slot)
         room -= end - first
         counts -= len(counted)
         traced |= sequence.traced
@@ -271,13 +278,11 @@ def _batch(state: State, decodes: list[Sequence], prompts: list[Sequence]) -> Ba
 WAIT = Shared(b"", 0, 0)  # for positions that another sequence is about to compute
 
 
-def _shared(state: State, sequence: Sequence) -> Shared | None:
-    """What the next lane of a sequence shares: at its start, and again when that lane was lost."""
-    if sequence.sent > 0:
-        return sequence.shared if sequence.sent == sequence.n_cached else None
-    if sequence.traced or sequence.lost:  # all of it is to be told; or what was believed to be there was not
+def _shared(state: State, sequence: Sequence, taken: Container[int]) -> Shared | None:
+    """What the next lane of a sequence shares: at its start, if that was not lost."""
+    if sequence.sent > 0 or sequence.traced or sequence.lost:  # of one that is traced, all is to be told
         return None
-    others = [(slot, other) for slot, other in state.held.items() if other is not sequence]
+    others = [(slot, other) for slot, other in state.held.items() if other is not sequence and slot not in taken]
     found = prefix.longest(sequence.ids, ((slot, other.ids, other.sent) for slot, other in others))
     before = []  # those that were admitted earlier
     for other in state.live.values():

@@ -10,7 +10,8 @@ sum in one order, however many rows a step had. Across devices float32 differs i
 by TOLERANCE of what the stage changed in it, and a token by a margin of that size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +22,7 @@ import psutil
 from pptasks.modelinfo import Model, OnProgress, memory_bytes
 from pptasks.plan import Plan, Span, cache_bytes
 from pptasks.wire import DTYPES, Sampling
-from workers.sample import sample
+from workers.sample import penalised, sample
 
 if TYPE_CHECKING:
     from workers.model import Slice
@@ -121,7 +122,10 @@ def verify(
         rounded = stage < plan.n_stages - 1 or plan.is_ring
         x = told.astype(DTYPES[plan.wire]).astype(np.float32) if rounded else told
     slice_ = open_slice(Span(plan.n_blocks, plan.n_blocks), embedding=False, readout=True, n_slots=1, context=1)
-    choices = [_Choice.of(slice_.logits(x[i : i + 1])[0], sampling, i, ids[i + 1]) for i in range(n_prompt - 1, n)]
+    choices, counts = [], Counter[int]()  # of the ids that were generated before
+    for i in range(n_prompt - 1, n):
+        choices.append(_Choice.of(slice_.logits(x[i : i + 1])[0], sampling, i, counts, ids[i + 1]))
+        counts[ids[i + 1]] += 1
     return _verdict(choices, tuple(checks), exact=exact, greedy=sampling.temperature == 0)
 
 
@@ -137,7 +141,8 @@ def _forward(slice_: "Slice", x: np.ndarray, plan: Plan, on_progress: Callable[[
 
 @dataclass(frozen=True)
 class _Choice:
-    """One position of the answer: the pipeline's token, ours, how much higher our logit is, and the logits' spread."""
+    """One position of the answer: the pipeline's token, ours, how much higher our logit is, and the logits' spread;
+    less penalties."""
 
     theirs: int
     ours: int
@@ -145,8 +150,11 @@ class _Choice:
     spread: float
 
     @classmethod
-    def of(cls, logits: np.ndarray, sampling: Sampling, position: int, theirs: int) -> "_Choice":
-        ours = sample(logits, sampling, position)
+    def of(
+        cls, logits: np.ndarray, sampling: Sampling, position: int, counts: Mapping[int, int], theirs: int
+    ) -> "_Choice":
+        ours = sample(logits, sampling, position, counts.items())
+        logits = penalised(logits, sampling, counts.items())
         return cls(theirs, ours, float(logits[ours] - logits[theirs]), float(np.ptp(logits)))
 
 

@@ -38,7 +38,7 @@ def held(goldens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     """The environment of those who may use a tiny cluster, "tiny", that stays up."""
     folder = tmp_path_factory.mktemp("held")
     with Command(folder, "up", "--name", "tiny", "--model", str(goldens / "llama-tied"), "--wire", "f32") as up:
-        assert b"tiny is ready" in up.process.stdout.readline()
+        assert b"tiny is ready" in up.process.stdout.readline(), up.stderr
         yield {"XDG_STATE_HOME": str(up.state)}
         up.signal(signal.SIGTERM)
         assert up.wait().code == 0

@@ -8,10 +8,12 @@ import pytest
 
 from pptasks.modelinfo import Model
 from pptasks.models import open_model
+from pptasks.wire import Frame, Kind, Sampling, decode, short_id
 from tests import reference_model
 from tests.gguf_files import write_gguf
-from tests.pipeline import Pipeline, logits_of
+from tests.pipeline import SECRET, Pipeline, logits_of
 from workers import reference
+from workers.scheduler import Sequence
 from workers.stage import Stage
 
 SPLITS = ["6", "3,3", "2,2,2", "1,5", "4,1,1", "0,3,3", "1,1,1,1,1,1", "0,1,1,1,1,1,1"]
@@ -235,6 +237,58 @@ def test_each_frame_may_be_lost_or_doubled_once(goldens: Path, split: str, reado
         pipe.tamper = Faults(nth, copies)
         assert pipe.generate(prompt, 6) == answer, f"frame {nth}"
         assert pipe.tamper.seen >= nth
+
+
+def waiting(pipe: Pipeline, name: str, ids: list[int], n: int) -> Sequence:
+    sequence = Sequence(name, short_id(name), list(ids), len(ids), n, frozenset(), Sampling())
+    pipe.state.waiting.append(sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("kind", [Kind.ACTIVATION, Kind.RETURN])
+def test_a_lost_lap_copies_nothing_from_a_slot_that_has_changed_hands(goldens: Path, kind: Kind) -> None:
+    """What it shared was copied on some stages, or on all; another prompt is in that slot now."""
+    beginning, others = list(range(5, 45)), list(range(100, 150))
+    pipe = pipeline(goldens / "llama-tied", "3,3", slots=2, context=96)
+    expected = pipe.generate([*beginning, 60, 61], 8)
+    pipe.generate(others, 1)
+    pipe.generate([*beginning, *others], 1)
+    one, lost = waiting(pipe, "one", [*beginning, 60, 61], 8), list[Frame]()
+
+    def lose(data: bytes) -> list[bytes]:
+        frame = decode(data, SECRET)
+        if not lost and frame.kind is kind and frame.lanes[0].request == one.short_id:
+            lost.append(frame)
+            return []
+        return [data]
+
+    pipe.tamper = lose
+    pipe.turn()
+    shared = one.shared
+    assert shared is not None
+    assert shared.length == 40
+    other = waiting(pipe, "other", others[::-1], 2)
+    while any(True for _ in pipe.state.sequences()):
+        pipe.turn()
+    assert lost[0].lanes[0].shared == shared
+    assert (one.slot, other.slot) == (1 - shared.slot, shared.slot)
+    assert one.generated == expected
+
+
+def test_a_full_cache_changes_hands_without_a_miss(goldens: Path) -> None:
+    """One prompt takes over the slot that the next would share from, in one lap."""
+    kinds: list[Kind] = []
+
+    def note(data: bytes) -> list[bytes]:
+        kinds.append(decode(data, SECRET).kind)
+        return [data]
+
+    beginning = list(range(5, 45))
+    pipe = pipeline(goldens / "llama-tied", "3,3", slots=2, context=96, tamper=note)
+    expected = pipe.generate([*beginning, 60], 3)
+    pipe.generate(list(range(70, 100)), 3)
+    assert pipe.generate_all([list(range(100, 130)), [*beginning, 60]], 3)[1] == expected
+    assert set(kinds) == {Kind.ACTIVATION, Kind.RETURN}
 
 
 # ---- the real model ----

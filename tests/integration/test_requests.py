@@ -23,7 +23,7 @@ from celery.result import AsyncResult
 from orchestrator.cluster import LocalCluster
 from orchestrator.run import Options
 from pptasks.config import Settings, child_environment
-from pptasks.errors import RequestError
+from pptasks.errors import Busy, RequestError
 from pptasks.keys import Keys, stage_queue
 from pptasks.membership import Membership
 from pptasks.models import open_model
@@ -270,6 +270,22 @@ def test_a_request_waits_until_every_stage_is_ready(
             wait_until(lambda: client.exists("pp:by-hand:name:pp-entry"), timeout=30, what="stage 0 is ready")
             with by_hand(1, hand_settings, tmp_path / "1"):
                 assert result.get(timeout=30)["token_ids"] == golden["greedy_ids"][:6]
+
+
+def test_a_request_beyond_those_that_may_wait_is_refused_at_once(
+    hand_settings: Settings, goldens: Path, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    """The others wait for the stage that is missing, and are served when it is there."""
+    golden = json.loads((goldens / "llama-tied" / "expected.json").read_text())
+    request = {"tokens": golden["prompt_ids"], "max_tokens": 2}
+    settings = replace(hand_settings, max_waiting=2)
+    with stock_app(settings.broker, "pp:by-hand:") as app, by_hand(0, settings, tmp_path / "0"):
+        waiting = [send(app, **request) for _ in range(2)]
+        with pytest.raises(Busy, match="2 requests are waiting already: send it again later"):
+            send(app, **request).get(timeout=30)
+        with by_hand(1, settings, tmp_path / "1"):
+            assert [r.get(timeout=30)["token_ids"] for r in waiting] == [golden["greedy_ids"][:2]] * 2
+            assert send(app, **request).get(timeout=10)["token_ids"] == golden["greedy_ids"][:2]
 
 
 def test_a_second_worker_of_a_stage_is_refused(hand_settings: Settings, tmp_path: Path, wait_until: WaitUntil) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from pptasks.models import open_model
 from pptasks.plan import Span, cache_bytes
 from pptasks.wire import Sampling
 from tests.pipeline import Pipeline
+from workers.sample import Token, choose
 from workers.verify import Verification, pieces
 
 PROMPT, N = [7, 8, 9, 230, 51, 17], 8
@@ -117,12 +119,36 @@ def test_a_minus_zero_for_a_zero_is_noticed(goldens: Path) -> None:
 def test_a_sampler_that_takes_another_token_is_noticed(goldens: Path) -> None:
     pipe = pipeline(goldens / "llama-tied", "3,3", readout="last")
     read_out = pipe.stages[1].read_out
-    pipe.stages[1].read_out = lambda lanes, hidden: [[i ^ 1 for i in ids] for ids in read_out(lanes, hidden)]  # type: ignore[method-assign]
+    pipe.stages[1].read_out = lambda lanes, hidden: [Token(t.id ^ 1) for t in read_out(lanes, hidden)]  # type: ignore[method-assign]
     found = pipe.verify(PROMPT, N)
     assert not found.passed
     assert found.first_difference == 0
     assert "token 0 of the answer is" in found.reason
     assert "higher" in found.reason
+
+
+PENALISED = Sampling(presence_penalty=0.5, frequency_penalty=1.5, logprobs=2)
+
+
+@pytest.mark.parametrize("sampling", [PENALISED, replace(PENALISED, temperature=1.0, seed=4)])
+@pytest.mark.parametrize("readout", ["first", "last"])
+def test_penalties_are_verified_too(goldens: Path, sampling: Sampling, readout: str) -> None:
+    pipe = pipeline(goldens / "llama-tied", "3,3", readout=readout)
+    found = pipe.verify(PROMPT, 24, sampling)
+    assert found.passed, found.reason
+    assert found.exact
+    assert found.first_difference is None
+    assert list(found.token_ids) != pipe.generate(PROMPT, 24, sampling=Sampling(sampling.temperature, seed=4))
+
+
+def test_a_sampler_without_penalties_is_noticed(goldens: Path) -> None:
+    """Also where another device rounds otherwise: the token that it takes has a larger logit, but for the penalty."""
+    for make in (lambda pipe: pipe, lambda pipe: elsewhere(pipe, lambda x: x)):
+        pipe = make(pipeline(goldens / "llama-tied", "3,3", readout="last"))
+        pipe.stages[1]._sample = lambda logits, lane, position: choose(logits, Sampling(logprobs=2), position)  # type: ignore[method-assign]
+        found = pipe.verify(PROMPT, 24, PENALISED)
+        assert not found.passed
+        assert "higher" in found.reason
 
 
 def elsewhere(pipe: Pipeline, change: Callable[[np.ndarray], np.ndarray]) -> Pipeline:
@@ -132,7 +158,7 @@ def elsewhere(pipe: Pipeline, change: Callable[[np.ndarray], np.ndarray]) -> Pip
     return pipe
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3), PENALISED])
 def test_another_devices_rounding_passes(goldens: Path, sampling: Sampling) -> None:
     noise = np.random.default_rng(1)
     pipe = elsewhere(
@@ -169,7 +195,7 @@ def test_more_than_rounding_never_passes(goldens: Path, case: str) -> None:
 def sample_anything(pipe: Pipeline) -> None:
     """So that a pipeline of NaNs goes on to its end."""
     for stage in pipe.stages:
-        stage._sample = lambda logits, lane, position: 5  # type: ignore[method-assign]
+        stage._sample = lambda logits, lane, position: Token(5)  # type: ignore[method-assign]
 
 
 def test_logits_that_are_no_numbers_fail_the_request(goldens: Path) -> None:

@@ -86,6 +86,7 @@ def test_only_what_differs_from_the_default_travels() -> None:
         ({"prompt": "a", "seed": -1}, "seed is -1"),
         ({"prompt": "a", "seed": 1 << 64}, "seed"),
         ({"prompt": "a", "seed": 1.5}, "seed is 1.5"),
+        ({"prompt": "a", "max_tokens": 0, "verify": True}, "max_tokens is 0, and verify is true"),
         ({"prompt": "a", "stop": "b"}, "stop is 'b': give a list of at most 16 texts"),
         ({"prompt": "a", "stop": None}, "stop is None"),
         ({"prompt": "a", "stop": {"b": 1}}, "stop is {'b': 1}"),

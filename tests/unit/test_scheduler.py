@@ -376,12 +376,69 @@ class TestManyAtOnce:
         submit(head, one)
         head.admit()
         batch = schedule(head)
-        assert batch is not None and batch.lanes[0].shared is not None
+        assert batch is not None
+        assert batch.lanes[0].shared is not None
         head.sent(batch, now=0.0)
         head.missed(batch.lanes[0], one)
         again = schedule(head)
         assert again is not None
         assert (again.lanes[0].position, again.lanes[0].shared, one.n_cached) == (0, None, 0)
+
+    def test_a_first_lap_that_was_lost_goes_again_whole(self) -> None:
+        """Another may have taken over the slot that it shared from, before or after some stages had copied."""
+        head = state(n_slots=2, max_rows=64)
+        submit(head, sequence("a", prompt=list(range(60))))
+        self.serve(head)
+        head.end(head.live[0])
+        one = sequence("b", prompt=[*range(20), 77, 78])
+        submit(head, one)
+        head.admit()
+        assert send(head).lanes[0].shared == Shared(short_id("a"), 0, 20)
+        [(late, position)] = head.overdue(2 * DEADLINE_S)
+        assert (late, position) == (one, 20)
+        head.rewind(one, position)
+        assert rows(send(head)) == [(1, 0, 22, 1)]
+        assert (one.shared, one.n_cached) == (None, 0)
+
+    def test_a_later_lap_that_was_lost_goes_again_from_where_it_was(self) -> None:
+        head = state(n_slots=2, max_rows=64)
+        submit(head, sequence("a", prompt=list(range(60))))
+        self.serve(head)
+        head.end(head.live[0])
+        one = sequence("b", prompt=[*range(20), 77, 78])
+        submit(head, one)
+        self.serve(head)
+        assert rows(send(head)) == [(1, 22, 1, 1)]
+        head.rewind(one, 22)
+        again = send(head)
+        assert rows(again) == [(1, 22, 1, 1)]
+        assert (again.lanes[0].shared, one.n_cached) == (None, 20)
+
+    def test_nobody_shares_from_a_slot_that_the_same_lap_takes_over(self) -> None:
+        """ "new" gets the slot of "old", which "b" begins like."""
+        head = state(n_slots=2, max_rows=128)
+        for name in ("old", "other"):
+            submit(head, sequence(name, prompt=[ord(name[1])] * 40))
+            self.serve(head)
+            head.end(next(iter(head.live.values())))
+        submit(head, sequence("new", prompt=[1] * 30), sequence("b", prompt=[ord("l")] * 30))
+        head.admit()
+        lap = send(head)
+        assert rows(lap) == [(0, 0, 30, 1), (1, 0, 30, 1)]
+        assert [lane.shared for lane in lap.lanes] == [None, None]
+
+    def test_a_lane_may_share_from_a_slot_that_a_later_one_takes_over(self) -> None:
+        """A stage copies before it computes."""
+        head = state(n_slots=2, max_rows=128)
+        for name in ("old", "other"):
+            submit(head, sequence(name, prompt=[ord(name[1])] * 70))
+            self.serve(head)
+            head.end(next(iter(head.live.values())))
+        submit(head, sequence("b", prompt=[ord("t")] * 30), sequence("new", prompt=[1] * 30))
+        head.admit()
+        lap = send(head)
+        assert rows(lap) == [(0, 29, 1, 1), (1, 0, 30, 1)]
+        assert lap.lanes[0].shared == Shared(short_id("other"), 1, 29)
 
     def test_a_traced_sequence_is_computed_from_its_first_position(self) -> None:
         head = state(n_slots=2, max_rows=64)
@@ -390,7 +447,8 @@ class TestManyAtOnce:
         submit(head, sequence("b", prompt=[*range(20), 9], traced=True))
         head.admit()
         batch = schedule(head)
-        assert batch is not None and all(lane.shared is None for lane in batch.lanes)
+        assert batch is not None
+        assert all(lane.shared is None for lane in batch.lanes)
 
     def test_with_fewer_slots_those_that_lost_theirs_wait_first(self) -> None:
         head = state(n_slots=3, max_rows=64)
