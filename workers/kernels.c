@@ -268,6 +268,7 @@ EACH_QUANTISED(DEFINE_WIDENED_ROWS)
 #else
 #define TILE_ROWS 1 /* 4 accumulators of 2 or 4 registers each */
 #endif
+#define AHEAD 12 /* rows of w */
 #define PANEL 48 /* rows of x that stay in the second-level cache while all of w passes; a multiple of TILE_ROWS */
 
 /* One row of x. The weights are read once, from memory, one row after the other: one stream is what the prefetcher
@@ -285,14 +286,15 @@ EACH_QUANTISED(DEFINE_WIDENED_ROWS)
   }
 
 /* N rows of x against four rows of w: 4 N accumulators stay in registers, what is loaded is used N or 4 times. `ahead`:
- * also ask for the next four rows of w, which the hardware does not foresee among four streams. */
+ * also ask for rows of w that come later, which the hardware does not foresee among four streams; into the second-level
+ * cache, as the first has too few misses under way to keep up with the memory. */
 #define DEFINE_TILE(T, N)                                                                                              \
   INLINE void tile##N(float *out, long n_out, const float *x, const T *w, long n_in, int ahead) {                      \
     v16 acc[N][4], wv[4];                                                                                              \
     UNROLL for (int n = 0; n < N; n++) UNROLL for (int k = 0; k < 4; k++) acc[n][k] = zero();                          \
     NO_UNROLL for (long i = 0; i < n_in; i += 16) { /* unrolled further it is slower */                                \
       if (ahead) UNROLL for (unsigned long byte = 0; byte < 64 * sizeof(T); byte += 64)                                \
-        __builtin_prefetch((const char *)(w + 4 * n_in + 4 * i) + byte);                                               \
+        __builtin_prefetch((const char *)(w + AHEAD * n_in + 4 * i) + byte, 0, 2);                                     \
       UNROLL for (int k = 0; k < 4; k++) wv[k] = load(w + k * n_in + i, n_in - i);                                     \
       UNROLL for (int n = 0; n < N; n++) {                                                                             \
         v16 xv = load(x + n * n_in + i, n_in - i);                                                                     \
@@ -321,6 +323,7 @@ EACH_FLOAT(DEFINE_PRODUCT)
     long count = n_out < 4 ? 1 : 4;                                                                                    \
     for (long first = 0; first < rows; first += PANEL) {                                                               \
       long last = first + PANEL < rows ? first + PANEL : rows;                                                         \
+      long tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS, even = (last - first + tiles - 1) / tiles;              \
       for (long group = 0; group < n_out; group += count) {                                                            \
         long o = group + count <= n_out ? group : n_out - count;                                                       \
         __auto_type wo = rows_of(w, o, count, n_in, wide);                                                             \
@@ -329,10 +332,10 @@ EACH_FLOAT(DEFINE_PRODUCT)
           continue;                                                                                                    \
         }                                                                                                              \
         if (rows == 1) { one_row(out + o, x, wo, n_in); continue; }                                                    \
-        for (long r = first; r < last; r += TILE_ROWS) {                                                               \
+        for (long r = first; r < last; r += even) {                                                                    \
           float *to = out + r * n_out + o;                                                                             \
           const float *from = x + r * n_in;                                                                            \
-          long n = last - r < TILE_ROWS ? last - r : TILE_ROWS;                                                        \
+          long n = last - r < even ? last - r : even;                                                                  \
           switch (n) { TILE(6) TILE(5) TILE(4) TILE(3) TILE(2) TILE(1) }                                               \
         }                                                                                                              \
       }                                                                                                                \

@@ -91,7 +91,9 @@ def penalised(logits: np.ndarray, sampling: Sampling, counts: Counts) -> np.ndar
 def _weights(logits: np.ndarray, top: float, temperature: float) -> np.ndarray:
     """float32, 1 for the largest."""
     with np.errstate(over="ignore"):  # the smallest temperatures send all but the largest to -inf
-        return np.exp((logits - np.float32(top)) * np.float32(min(1 / temperature, _SHARPEST)))
+        weights = logits - np.float32(top)
+        weights *= np.float32(min(1 / temperature, _SHARPEST))
+        return np.exp(weights, out=weights)
 
 
 def _draw(weights: np.ndarray, at: float) -> int:
