@@ -169,14 +169,17 @@ class Others:
 class Up:
     """All that is measured, put up when it is first asked for."""
 
-    def __init__(self, stack: contextlib.ExitStack, cores: list[int], far_in_flight: int | None):
+    def __init__(
+        self, stack: contextlib.ExitStack, cores: list[int], in_flight: int | None, far_in_flight: int | None
+    ):
         settings = Settings.from_env()
-        self._stack, self._cores, self._far_in_flight = stack, cores, far_in_flight
+        self._stack, self._cores = stack, cores
+        self._in_flight, self._far_in_flight = in_flight, far_in_flight
         self._model, self.llama_build = open_model(MODEL, settings.cache).path, llama_rpc.build(settings.cache)
 
     @cached_property
     def near(self) -> Ours:
-        return self._stack.enter_context(ours(2, self._cores))
+        return self._stack.enter_context(ours(2, self._cores, in_flight=self._in_flight))
 
     @cached_property
     def far(self) -> Ours:
@@ -235,13 +238,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--rows", type=lambda text: text.split(","), help="names of rows, as in the JSON")
     parser.add_argument("--cores", type=llama_rpc.whole_numbers, default=[0, 1])
+    parser.add_argument("--in-flight", type=int, default=None, help="laps under way at once")
     parser.add_argument("--far-in-flight", type=int, default=None, help="laps under way at once, far away")
     parser.add_argument("--wait", type=float, default=0.0, help="most seconds, before a pair, for others to rest")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     found = []
     with contextlib.ExitStack() as stack:
-        up = Up(stack, args.cores, args.far_in_flight)
+        up = Up(stack, args.cores, args.in_flight, args.far_in_flight)
         print(f"theirs: {up.llama_build.version}")
         print(f"{'medians, tokens a second':52s} {'ours':>7s} {'theirs':>7s}")
         for row in (row for row in make_rows(up) if args.rows is None or row.name in args.rows):

@@ -37,8 +37,9 @@ typedef struct { f16 d, m; u8 scales[12], high[32], q[128]; } q5_k;
 typedef struct { u8 q[128], high[64]; i8 scales[16]; f16 d; } q6_k;
 
 #define EACH_FLOAT(DO) DO(f32) DO(f16) DO(bf16)
-#define EACH_QUANTISED(DO) \
-  DO(q4_0, 32) DO(q4_1, 32) DO(q5_0, 32) DO(q5_1, 32) DO(q8_0, 32) DO(q4_k, 256) DO(q5_k, 256) DO(q6_k, 256)
+#define EACH_OF_32(DO) DO(q4_0, 32) DO(q4_1, 32) DO(q5_0, 32) DO(q5_1, 32) DO(q8_0, 32)
+#define EACH_OF_256(DO) DO(q4_k, 256) DO(q5_k, 256) DO(q6_k, 256)
+#define EACH_QUANTISED(DO) EACH_OF_32(DO) EACH_OF_256(DO)
 
 typedef float v4 __attribute__((ext_vector_type(4)));
 typedef float v8 __attribute__((ext_vector_type(8)));
@@ -231,15 +232,28 @@ static inline float scale6(const u8 *s, int j) { return j < 4 ? s[j] & 63 : (s[j
 static inline float minimum6(const u8 *s, int j) { return j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | s[j] >> 6 << 4; }
 
 /* `b` is the block, `g` one of its groups of 16 weights; Q their integers as stored, VALUES they by these. */
-#define DEFINE_WIDEN(T, GROUPS, Q, VALUES)                                                      \
-  INLINE void widen(float *out, const T *b) {                                                   \
-    UNROLL for (int g = 0; g < GROUPS; g++) { v16 q = floats(Q); store(out + 16 * g, VALUES); } \
+#define DEFINE_WIDEN(T, GROUPS, Q, VALUES)                                                 \
+  INLINE v16 values(const T *b, int g) { v16 q = floats(Q); return VALUES; }               \
+  INLINE void widen(float *out, const T *b) {                                              \
+    UNROLL for (int g = 0; g < GROUPS; g++) store(out + 16 * g, values(b, g));             \
   }
 #define NIBBLES bits(b->q, 4 * g, 15)
 #define NIBBLES_K bits(b->q + g / 4 * 32 + g % 2 * 16, g / 2 % 2 * 4, 15)
 #define VALUE_K q * (b->d * scale6(b->scales, g / 2)) - b->m * minimum6(b->scales, g / 2)
+#ifdef __AVX512F__ /* all sixteen values of a block, and the one that each nibble names */
+#define DEFINE_WIDEN_BY_TABLE(T, VALUES)                                                    \
+  INLINE v16 values(const T *b, int g) {                                                    \
+    v16 q = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};                         \
+    i16 nibbles = __builtin_convertvector(*(const u8x16 *)b->q, i16) >> 4 * g;              \
+    return __builtin_ia32_permvarsf512(VALUES, nibbles); /* which looks at four bits */     \
+  }                                                                                         \
+  INLINE void widen(float *out, const T *b) { store(out, values(b, 0)); store(out + 16, values(b, 1)); }
+DEFINE_WIDEN_BY_TABLE(q4_0, (q - 8.0f) * b->d)
+DEFINE_WIDEN_BY_TABLE(q4_1, q * b->d + b->m)
+#else
 DEFINE_WIDEN(q4_0, 2, NIBBLES, (q - 8.0f) * b->d)
 DEFINE_WIDEN(q4_1, 2, NIBBLES, q * b->d + b->m)
+#endif
 DEFINE_WIDEN(q5_0, 2, NIBBLES | fifth(b->high, 16 * g), (q - 16.0f) * b->d)
 DEFINE_WIDEN(q5_1, 2, NIBBLES | fifth(b->high, 16 * g), q * b->d + b->m)
 DEFINE_WIDEN(q8_0, 2, *(const i8x16 *)(b->q + 16 * g), q * b->d)
@@ -273,17 +287,38 @@ EACH_QUANTISED(DEFINE_WIDENED_ROWS)
 
 /* One row of x. The weights are read once, from memory, one row after the other: one stream is what the prefetcher
  * follows (four rows side by side: half the speed). Groups of four outputs share the last additions alone. */
+#define ONE_ROW(T) OVERLOAD inline void one_row(float *out, const float *x, const T *w, float *wide, long o, long n_in)
 #define DEFINE_ONE_ROW(T)                                                                                              \
   INLINE v16 products(const float *x, const T *w, long n_in) {                                                         \
     v16 acc = zero();                                                                                                  \
     for (long i = 0; i < n_in; i += 16) acc += load(w + i, n_in - i) * load(x + i, n_in - i);                          \
     return acc;                                                                                                        \
   }                                                                                                                    \
-  OVERLOAD inline void one_row(float *out, const float *x, const T *w, long n_in) {                                    \
+  ONE_ROW(T) {                                                                                                         \
     v16 acc[4];                                                                                                        \
-    UNROLL for (int k = 0; k < 4; k++) acc[k] = products(x, w + k * n_in, n_in);                                       \
+    UNROLL for (int k = 0; k < 4; k++) acc[k] = products(x, w + (o + k) * n_in, n_in);                                 \
     *(f32x4 *)out = sum4(acc[0], acc[1], acc[2], acc[3]);                                                              \
   }
+
+/* The same of small blocks, widened in registers: here computing is what takes the time, so four rows go side by side.
+ * Larger blocks are widened into memory first. */
+#define DEFINE_ONE_ROW_OF_32(T, WEIGHTS)                                                                               \
+  ONE_ROW(T) {                                                                                                         \
+    long blocks = n_in / WEIGHTS;                                                                                      \
+    const T *b = w + o * blocks;                                                                                       \
+    v16 acc[4] = {zero(), zero(), zero(), zero()};                                                                     \
+    NO_UNROLL for (long i = 0; i < blocks; i++, b++) {                                                                 \
+      for (unsigned long byte = 0; byte < 4 * sizeof(T); byte += 64)                                                   \
+        __builtin_prefetch((const char *)(b + AHEAD * blocks + 3 * i) + byte, 0, 2);                                   \
+      UNROLL for (int g = 0; g < WEIGHTS / 16; g++) {                                                                  \
+        v16 xv = load(x + WEIGHTS * i + 16 * g);                                                                       \
+        UNROLL for (int k = 0; k < 4; k++) acc[k] += values(b + k * blocks, g) * xv;                                   \
+      }                                                                                                                \
+    }                                                                                                                  \
+    *(f32x4 *)out = sum4(acc[0], acc[1], acc[2], acc[3]);                                                              \
+  }
+#define DEFINE_ONE_ROW_OF_256(T, WEIGHTS)                                                                              \
+  ONE_ROW(T) { one_row(out, x, rows_of(w, o, 4, n_in, wide), wide, 0, n_in); }
 
 /* N rows of x against four rows of w: 4 N accumulators stay in registers, what is loaded is used N or 4 times. `ahead`:
  * also ask for rows of w that come later, which the hardware does not foresee among four streams; into the second-level
@@ -315,6 +350,8 @@ EACH_QUANTISED(DEFINE_WIDENED_ROWS)
   DEFINE_ONE_ROW(T)                                                                                                    \
   DEFINE_TILE(T, 1) DEFINE_TILE(T, 2) DEFINE_TILE(T, 3) DEFINE_TILE(T, 4) DEFINE_TILE(T, 5) DEFINE_TILE(T, 6)
 EACH_FLOAT(DEFINE_PRODUCT)
+EACH_OF_32(DEFINE_ONE_ROW_OF_32)
+EACH_OF_256(DEFINE_ONE_ROW_OF_256)
 
 /* Any number of rows. Outputs come in fours; where n_out is no multiple of four, the last group starts earlier and
  * computes some outputs twice. Fewer than four in all come one by one. */
@@ -326,12 +363,12 @@ EACH_FLOAT(DEFINE_PRODUCT)
       long tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS, even = (last - first + tiles - 1) / tiles;              \
       for (long group = 0; group < n_out; group += count) {                                                            \
         long o = group + count <= n_out ? group : n_out - count;                                                       \
+        if (rows == 1 && count == 4) { one_row(out + o, x, w, wide, o, n_in); continue; }                              \
         __auto_type wo = rows_of(w, o, count, n_in, wide);                                                             \
         if (count == 1) {                                                                                              \
           for (long r = first; r < last; r++) out[r * n_out + o] = sum(products(x + r * n_in, wo, n_in));              \
           continue;                                                                                                    \
         }                                                                                                              \
-        if (rows == 1) { one_row(out + o, x, wo, n_in); continue; }                                                    \
         for (long r = first; r < last; r += even) {                                                                    \
           float *to = out + r * n_out + o;                                                                             \
           const float *from = x + r * n_in;                                                                            \

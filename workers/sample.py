@@ -99,7 +99,7 @@ def _weights(logits: np.ndarray, top: float, temperature: float) -> np.ndarray:
 def _draw(weights: np.ndarray, at: float) -> int:
     """The index whose share of the sum of all weights covers `at`, 0 <= at < 1. By sums of blocks first: the running
     sum of a whole vocabulary takes 0.4 ms."""
-    ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64))
+    ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)), dtype=np.float64)
     at *= ends[-1]
     block = int(np.searchsorted(ends, at, side="right"))
     sums = np.cumsum(weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)

@@ -34,7 +34,7 @@ BREAKS = {  # what each replaces in kernels.c
     "rows behind the first panel": ("first < rows; first += PANEL", "first < 1; first += PANEL"),
     "a row of a tile of 5": ("*(f32x4 *)(out + n * n_out) =", "if (N != 5 || n != 3) *(f32x4 *)(out + n * n_out) ="),
     "a row of a tile of 4": ("*(f32x4 *)(out + n * n_out) =", "if (N != 4 || n != 3) *(f32x4 *)(out + n * n_out) ="),
-    "one row": ("products(x, w + k * n_in, n_in)", "products(x, w + (3 - k) * n_in, n_in)"),
+    "one row": ("products(x, w + (o + k) * n_in, n_in)", "products(x, w + (o + 3 - k) * n_in, n_in)"),
     "a slot that is read": (READ_FROM, READ_FROM.replace("slots[r]", "(positions[r] > 10 ? 0 : slots[r])")),
     "another slot that is read": (READ_FROM, READ_FROM.replace("slots[r]", "(positions[r] > 10 ? 1 : slots[r])")),
     "a slot that is written": ("long at = (slots[r]", "long at = (0 * slots[r]"),
