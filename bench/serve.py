@@ -169,9 +169,7 @@ class Others:
 class Up:
     """All that is measured, put up when it is first asked for."""
 
-    def __init__(
-        self, stack: contextlib.ExitStack, cores: list[int], in_flight: int | None, far_in_flight: int | None
-    ):
+    def __init__(self, stack: contextlib.ExitStack, cores: list[int], in_flight: int | None, far_in_flight: int | None):
         settings = Settings.from_env()
         self._stack, self._cores = stack, cores
         self._in_flight, self._far_in_flight = in_flight, far_in_flight

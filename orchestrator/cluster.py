@@ -78,7 +78,7 @@ class LocalCluster:
         for stage, url in enumerate(brokers):
             argv, env = (
                 python(*worker_module(stage)),
-                child_environment(replace(self.settings, stage=stage, broker=url)),
+                child_environment(replace(self.settings, stage=stage, broker=url, memory_share=1 / n_stages)),
             )
             log_file = self.folder / f"stage{stage}.log"
             self.workers.append(Process(f"stage {stage}", argv, env, log_file, cwd=self.folder))

@@ -16,6 +16,7 @@ A worker is told what it is by its environment, so that the same command starts 
 | PP_CONTEXT | positions that a slot holds | 2048, or the model's if that is less |
 | PP_SLOTS | sequences that the KV cache holds, where memory allows | up to 16 |
 | PP_KV_BYTES | most bytes of a stage's KV cache, such as 2G | what is free |
+| PP_MEMORY_SHARE | part of the free memory that this worker may count on | 1 |
 | PP_LANES | most sequences of a lap | 32 |
 | PP_IN_FLIGHT | laps that are under way at once | as many as stages |
 | PP_MAX_WAITING | requests that may wait for a slot | 1024 |
@@ -86,6 +87,7 @@ class Settings:
     context: int | None = field(default=None, metadata=_env("PP_CONTEXT"))
     slots: int | None = field(default=None, metadata=_env("PP_SLOTS"))
     kv_bytes: str | None = field(default=None, metadata=_env("PP_KV_BYTES"))
+    memory_share: float = field(default=1.0, metadata=_env("PP_MEMORY_SHARE"))
     lanes: int = field(default=32, metadata=_env("PP_LANES"))
     in_flight: int | None = field(default=None, metadata=_env("PP_IN_FLIGHT"))
     max_waiting: int = field(default=1024, metadata=_env("PP_MAX_WAITING"))
@@ -128,6 +130,8 @@ class Settings:
         _range("PP_LANES", self.lanes, 1, MAX_SLOTS)
         _range("PP_MAX_WAITING", self.max_waiting, 1, MAX_WAITING)
         _range("PP_PREFILL_CHUNK", self.prefill_chunk, 1, MAX_CHUNK)
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"PP_MEMORY_SHARE is {self.memory_share}: give a part between 0 and 1")
         if not 0 <= self.audit_rate <= 1:
             raise ConfigError(f"PP_AUDIT_RATE is {self.audit_rate}: give a share of steps between 0 and 1")
         if not 0.1 <= self.lap_deadline_s <= 3600:
@@ -175,7 +179,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(
         ("stage", "num_stages", "context", "slots", "prefill_chunk", "lanes", "in_flight", "max_waiting"), int
     ),
-    **dict.fromkeys(("lap_deadline_s", "audit_rate", "broker_grace_s"), float),
+    **dict.fromkeys(("lap_deadline_s", "audit_rate", "broker_grace_s", "memory_share"), float),
     **dict.fromkeys(("cache", "hf_home"), Path),
     **dict.fromkeys(("lease", "verify"), lambda raw: {"0": False, "1": True}[raw]),
 }

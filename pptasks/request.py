@@ -68,6 +68,8 @@ class Request:
         for name in ("raw", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {_show(getattr(self, name))}: give true or false")
+        if self.verify and self.max_tokens == 0:
+            raise RequestError("max_tokens is 0, and verify is true: give at least one token to verify")
 
     @property
     def sampling(self) -> Sampling:

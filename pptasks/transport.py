@@ -95,11 +95,11 @@ class Channel(stock.Channel):
             client.lpush(queue, frame)
 
     def _brpop_start(self, timeout: float | None = None) -> None:
-        """Ask for several messages, which the broker gives one after the other: with one request at a time, a worker
-        would get at most one message in a round trip."""
+        """A worker asks for several messages, which the broker gives one after the other: with one request at a time it
+        would get at most one message in a round trip. Others, who come and go, ask for one."""
         if not self._in_poll:  # the connection is a new one, or nothing was asked on it
             self._asked = 0
-        while self._asked < RECEIVE_AHEAD:
+        while self._asked < (RECEIVE_AHEAD if self.connection.on_frame is not None else 1):
             super()._brpop_start(timeout)
             if not self._in_poll:  # there is no queue
                 return
@@ -110,7 +110,7 @@ class Channel(stock.Channel):
         delivered = self._read_reply(**options)
         while self._asked and self.qos.can_consume() and self.client.connection.can_read(timeout=0):
             delivered |= self._read_reply(**options)
-        if self._asked and not self._closing:
+        if self._asked and not self._closing and self.qos.can_consume():
             self._brpop_start()
         if not delivered:
             raise Empty()

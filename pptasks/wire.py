@@ -40,6 +40,7 @@ MAX_LANES = 1024
 MAX_COUNTS = 1 << 18  # of all lanes of a frame
 MAX_FRAME_BYTES = 16 << 20
 MAX_LOGPROBS = 20
+MAX_COMPUTE_US = 1 << 50
 ID_BYTES = 16
 DIGEST_BYTES = 16
 
@@ -192,6 +193,8 @@ def encode(frame: Frame, secret: bytes) -> bytes:
     counts = [count for lane in frame.lanes for count in lane.counts]
     size = frame_bytes(len(frame.lanes), len(counts), rows, width, frame.payload.dtype)
     _check(frame.kind, frame.payload.dtype, frame.lanes, rows, width, size)
+    if not 0 <= frame.compute_us < MAX_COMPUTE_US:
+        raise MalformedFrame(f"a lap of {frame.compute_us} us of computing")
     payload = np.ascontiguousarray(frame.payload)
     if len(frame.plan) != DIGEST_BYTES or len(frame.run) != ID_BYTES:
         raise MalformedFrame("a frame whose plan or run is not 16 bytes")
@@ -264,6 +267,8 @@ def _unpack(view: memoryview) -> Frame:
         ) from None
     if flags & ~_TRACED:
         raise MalformedFrame(f"a frame with flags {flags:#x}: not known to version {VERSION}")
+    if compute_us >= MAX_COMPUTE_US:
+        raise MalformedFrame(f"a lap of {compute_us} us of computing")
     if n_lanes > MAX_LANES:
         raise MalformedFrame(f"a frame with {n_lanes} lanes; at most {MAX_LANES}")
     counts_at = _HEADER.size + n_lanes * _LANE.size

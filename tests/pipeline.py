@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from pptasks.config import Settings
+from pptasks.errors import RequestFailed
 from pptasks.modelinfo import Model
 from pptasks.models import open_model
 from pptasks.plan import Plan, Span, make_plan
@@ -22,7 +23,7 @@ from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Sampling, decode, encod
 from workers import scheduler
 from workers.model import Slice
 from workers.scheduler import State, schedule
-from workers.stage import Stage
+from workers.stage import Stage, not_finite
 from workers.verify import Traces, Verification, verify
 
 SECRET = b"s" * 32
@@ -136,7 +137,8 @@ class Pipeline:
         if frame.kind is Kind.ACTIVATION:
             return self._send(receiver, stage.step(frame))
         if frame.kind is Kind.ERROR:
-            assert frame.error is ErrorCode.CACHE_MISS, frame.payload.tobytes()
+            if frame.error is not ErrorCode.CACHE_MISS:
+                raise RequestFailed(frame.payload.tobytes().decode())
             for lane, sequence in self.state.returned(frame.step, frame.lanes):
                 self.state.missed(lane, sequence)
             return None
@@ -144,7 +146,9 @@ class Pipeline:
             return self._record(frame)
         tokens = dict(stage.tokens_of(frame))
         for lane, sequence in self.state.returned(frame.step, frame.lanes):
-            for token in tokens[lane]:
+            if (found := tokens[lane]) is None:
+                raise RequestFailed(not_finite(lane))
+            for token in found:
                 sequence.append(token.id)
             if sequence.finish_reason:
                 self.state.end(sequence)

@@ -27,6 +27,7 @@ from pptasks.wire import ErrorCode, Frame, Kind, encode, key_id, short_id
 from workers.head import Head
 from workers.loader import Loader, choose_compiler
 from workers.reporter import Reporter
+from workers.session import is_id, reply_of
 from workers.stage import Stage
 from workers.verify import Verification, verify
 
@@ -100,7 +101,15 @@ class Engine:
         except BaseException as e:
             if not isinstance(e, PPError):  # which says all there is to say
                 log.exception("stage %d failed", self._index)
+            self._fail_waiting(e)
             self._on_failure(e)
+
+    def _fail_waiting(self, error: BaseException) -> None:
+        """Requests that came and were never looked at: they are acknowledged, so nobody else will tell."""
+        for item in self._take(0.0):
+            if isinstance(item, Submit) and is_id(item.request.id):
+                what = RequestFailed(f"stage {self._index} failed before this request began: {_words(error)}")
+                self._reporter.failed(item.request, reply_of(item.request), what)
 
     def _open_sender(self) -> HopSender:
         """The broker may be away for a moment. One that stays away, membership notices too."""
@@ -238,7 +247,7 @@ class Engine:
     def _submit(self, item: Submit, head: Head | None) -> None:
         if head is not None:
             head.submit(item.request)
-        else:
+        elif is_id(item.request.id):
             self._reporter.failed(
                 item.request,
                 item.request.id,
@@ -296,8 +305,11 @@ class Engine:
             to = route(plan, self._index, frame.kind)
             if to == self._index:
                 self.inbox.put(Hop(frame))
-            else:
+                continue
+            try:
                 self._send_behind(stage_queue(to), encode(frame, self.secret))
+            except WireError as e:  # what another stage put into the lap cannot be handed on
+                self.refused(e)
 
     def _send_behind(self, queue_name: str, data: bytes) -> None:
         try:
@@ -313,5 +325,5 @@ class Engine:
             log.warning("frames are lost, their laps will be sent again: %s", e)
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     return str(error) if isinstance(error, PPError) else f"{type(error).__name__}: {error}"

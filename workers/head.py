@@ -21,8 +21,8 @@ from pptasks.wire import ErrorCode, Frame, Kind, short_id
 from workers.reporter import Reporter, Said
 from workers.sample import Token
 from workers.scheduler import MAX_LOST, Batch, Sequence, State, schedule
-from workers.session import Door, Session, reply_of
-from workers.stage import Stage
+from workers.session import Door, Session, is_id, reply_of
+from workers.stage import Stage, not_finite
 from workers.verifier import Outcome, Verifier
 from workers.verify import Verification
 
@@ -78,6 +78,8 @@ class Head:
         self._verifier = Verifier(verify, stage, lap_deadline_s) if verify else None
         self._hops = plan.n_stages if plan.n_stages > 1 else 0
         self._sessions: dict[bytes, Session] = {}
+        self._ids: set[str] = set()  # of their Celery requests
+        self._first_step, self._n_opened = first_step, 0  # no two requests have one short id, whatever their ids are
         self._state = State(
             plan.slots, plan.max_rows, lap_deadline_s,
             next_step=first_step, max_lanes=max_lanes, in_flight=in_flight,
@@ -85,9 +87,11 @@ class Head:
 
     def submit(self, celery_request: Any) -> None:
         """Take a request in, or report why not."""
-        key = short_id(celery_request.id)
-        if key in self._sessions or (
-            self._verifier is not None and key in self._verifier
+        if not is_id(celery_request.id):  # nobody can be told
+            log.warning("a request without a usable id is dropped")
+            return
+        if celery_request.id in self._ids or (
+            self._verifier is not None and celery_request.id in self._verifier
         ):  # a publish that was repeated; the first copy will answer
             log.warning("request %s came twice: the second is dropped", celery_request.id)
             return
@@ -101,6 +105,7 @@ class Head:
             self._refuse(celery_request, RequestError(f"the request cannot be read: {type(e).__name__}"))
             return
         self._sessions[session.sequence.short_id] = session
+        self._ids.add(celery_request.id)
         if session.sequence.max_tokens == 0:
             self._reporter.started(celery_request)
             self._end(session, finish_reason="length")
@@ -119,8 +124,9 @@ class Head:
             return None
         for sequence in self._state.admit():
             session = self._sessions[sequence.short_id]
-            session.started_at = time.monotonic()
-            self._reporter.started(session.celery)
+            if not session.started_at:  # else it was admitted before, and had to wait again
+                session.started_at = time.monotonic()
+                self._reporter.started(session.celery)
         if (batch := schedule(self._state)) is not None:
             self._state.sent(batch, time.monotonic())
         return batch
@@ -140,10 +146,12 @@ class Head:
             sequence.computed(lane)
             session = self._sessions[lane.request]
             if lap and alone and self._hops and lane.length == 1:  # a decode step that waited for no other
-                session.hops_us.append(((now - lap.sent_at) * 1e6 - frame.compute_us) / self._hops)
+                session.hops_us.append(max(0.0, ((now - lap.sent_at) * 1e6 - frame.compute_us) / self._hops))
                 self._hops_us.append(session.hops_us[-1])
-            if tokens[lane.request]:
-                self._append(session, tokens[lane.request])
+            if (found := tokens[lane.request]) is None:
+                self._end(session, error=RequestFailed(not_finite(lane)))
+            else:
+                self._append(session, found)
         self._tell()
 
     def fail_lanes(self, lanes: tuple[Any, ...], error: PPError) -> None:
@@ -206,7 +214,8 @@ class Head:
         """Raises RequestError, or Busy."""
         if len(self._state.waiting) >= self._max_waiting:
             raise Busy(f"{self._max_waiting} requests are waiting already: send it again later")
-        session = self._door.open(celery_request)
+        self._n_opened += 1
+        session = self._door.open(celery_request, short_id(f"{self._first_step} {self._n_opened}"))
         if session.sequence.traced:
             if self._verifier is None:
                 raise RequestError("this head verifies no requests: start it with PP_VERIFY=1, or use `pp verify`")
@@ -233,22 +242,23 @@ class Head:
             if frame.error is ErrorCode.CACHE_MISS:
                 log.warning("request %s: %s; sending it again from the start", sequence.request_id, message)
                 self._state.missed(lane, sequence)
-                self._give_up_if_lost(sequence)
+                self._open_for_all = False  # a stage may be another than it was, and hold fewer slots
+                self._give_up_if_lost(sequence, message)
             else:
                 self._end(self._sessions[lane.request], error=RequestFailed(message))
 
     def _again(self, sequence: Sequence, position: int) -> None:
         self._state.rewind(sequence, position)
-        self._give_up_if_lost(sequence)
+        self._give_up_if_lost(sequence, "look at the stages' logs, or raise PP_LAP_DEADLINE")
 
-    def _give_up_if_lost(self, sequence: Sequence) -> None:
+    def _give_up_if_lost(self, sequence: Sequence, why: str) -> None:
         if sequence.lost > MAX_LOST:
-            why = self._problem or "look at the stages' logs, or raise PP_LAP_DEADLINE"
+            why = self._problem or why
             error = RequestFailed(f"{sequence.lost} laps in a row were lost or late: {why}")
             self._end(self._sessions[sequence.short_id], error=error)
 
     def figures(self) -> dict[str, Any]:
-        """Fields of `Member`. From any thread: what it reads is replaced, never half written."""
+        """Fields of `Member`. From any thread: each is read in one step of the interpreter."""
         state, hops = self._state, list(self._hops_us)
         return {
             "live": len(state.live), "waiting": len(state.waiting), "in_flight": len(state.laps),
@@ -257,8 +267,9 @@ class Head:
 
     def _end(self, session: Session, *, finish_reason: str = "", error: PPError | None = None) -> None:
         self._tell()  # its last tokens before its end
-        self._state.end(session.sequence)
+        (self._state.end if error is None else self._state.fail)(session.sequence)
         del self._sessions[session.sequence.short_id]
+        self._ids.discard(session.celery.id)
         if self._verifier is not None and session.sequence.traced:
             if error is None and finish_reason != "cancelled":
                 result = session.result(finish_reason)

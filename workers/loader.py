@@ -55,7 +55,9 @@ class Loader:
             plan.spans[index],
             embedding=index == HEAD,
             readout=index == plan.readout_stage,
-            n_slots=slots_that_fit(self.model, plan, index, free_memory(Device.DEFAULT)),
+            n_slots=slots_that_fit(
+                self.model, plan, index, int(free_memory(Device.DEFAULT) * self._settings.memory_share)
+            ),
             context=plan.context,
             audit_rate=self._settings.audit_rate,
         )

@@ -88,7 +88,7 @@ class Slice:
         audit_rate: float = 0.0,
         on_progress: OnProgress,
     ):
-        self.dim = model.config.dim
+        self.dim, self.vocab_size = model.config.dim, model.config.vocab_size
         self.device: str = Device.DEFAULT
         self.weights_bytes = 0  # in memory
         self.gate_failure = ""  # what disagreed at the start; `kernels_used` is what stayed in use

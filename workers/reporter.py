@@ -20,7 +20,7 @@ from celery.worker import state as celery_state
 from pptasks.connect import connect
 from pptasks.errors import PPError
 from pptasks.keys import Keys
-from pptasks.stream import Account, Piece, Writer
+from pptasks.stream import Account, Entries, Piece, Writer
 
 log = logging.getLogger(__name__)
 _TRIES, _PAUSE_S = 20, 0.5  # a broker that restarts is back within that time
@@ -99,8 +99,11 @@ class Reporter:
         return jobs, True
 
     def _flush(self, said: dict[str, list[Piece]]) -> None:
-        if said and self._writer is not None:
-            self._try(partial(self._writer.write, self._writer.prepare(said)))
+        if said and (writer := self._writer) is not None:
+            prepared = list[Entries]()
+            self._try(lambda: prepared.append(writer.prepare(said)))
+            if prepared:
+                self._try(partial(writer.write, prepared[0]))
         said.clear()
 
     def _try(self, write: Callable[[], None]) -> None:

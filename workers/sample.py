@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pptasks.errors import MalformedFrame
 from pptasks.wire import Sampling
 
 Counts = Iterable[tuple[int, int]]  # of ids: how often each was generated
+_LEAST = float(np.finfo(np.float32).min)
 _SHARPEST = 1e30  # 1 / temperature; float32 holds it
 _BLOCK = 256
 _FIRST_TRY = 256  # of the likeliest ids, for a nucleus
@@ -37,12 +39,16 @@ class Token:
         return row
 
     @classmethod
-    def from_row(cls, row: np.ndarray, sampling: Sampling) -> "Token":
+    def from_row(cls, row: np.ndarray, sampling: Sampling, vocabulary: int) -> "Token":
+        """Raises MalformedFrame for an id outside the vocabulary, or a log-probability that is none."""
+        values, floats = row.tolist(), row.view(np.float32).tolist()
+        at = () if sampling.logprobs is None else range(2, 2 + 2 * sampling.logprobs, 2)
+        told = [floats[i] for i in (() if sampling.logprobs is None else (1, *(i + 1 for i in at)))]
+        if not all(0 <= values[i] < vocabulary for i in (0, *at)) or not all(_LEAST <= p <= 1e-3 for p in told):
+            raise MalformedFrame("a token that is not in the vocabulary, or whose log-probability is none")
         if sampling.logprobs is None:
-            return cls(int(row[0]))
-        floats = row.view(np.float32)
-        top = [(int(row[i]), float(floats[i + 1])) for i in range(2, 2 + 2 * sampling.logprobs, 2)]
-        return cls(int(row[0]), float(floats[1]), tuple(top))
+            return cls(values[0])
+        return cls(values[0], floats[1], tuple((values[i], floats[i + 1]) for i in at))
 
 
 def choose(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts = ()) -> Token:
@@ -52,7 +58,11 @@ def choose(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts
         return Token(token)
     all_log = float(logits.max()) + np.log(np.exp((logits - logits.max()).astype(np.float64)).sum())
     top = _likeliest(logits, sampling.logprobs).tolist() if sampling.logprobs else []
-    return Token(token, float(logits[token]) - all_log, tuple((i, float(logits[i]) - all_log) for i in top))
+
+    def logprob(i: int) -> float:
+        return max(float(logits[i]) - all_log, _LEAST)  # of -inf too
+
+    return Token(token, logprob(token), tuple((i, logprob(i)) for i in top))
 
 
 def sample(logits: np.ndarray, sampling: Sampling, position: int, counts: Counts = ()) -> int:

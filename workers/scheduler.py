@@ -11,6 +11,7 @@ work on, and who decodes is dealt out evenly among them.
 from collections import Counter, deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from pptasks.wire import MAX_COUNTS, Lane, Sampling, Shared
 from workers import prefix
@@ -178,8 +179,14 @@ class State:
         if self.live.get(sequence.slot) is sequence:
             del self.live[sequence.slot]
             self._forget_laps(sequence.slot)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        else:
+            self.waiting = deque(other for other in self.waiting if other is not sequence)
+
+    def fail(self, sequence: Sequence) -> None:
+        """As `end`; and what it left in its slot may be what made it fail."""
+        self.end(sequence)
+        if self.held.get(sequence.slot) is sequence:
+            del self.held[sequence.slot]
 
     def overdue(self, now: float) -> list[tuple[Sequence, int]]:
         """Sequences with a lap past its deadline, each with the earliest position that is still out."""
@@ -233,7 +240,7 @@ def schedule(state: State) -> Batch | None:
     """
     ready = [s for s in state.live.values() if s.sent < len(s.ids) and state.laps_of(s.slot) < LAPS_AHEAD]
     decodes = sorted((s for s in ready if len(s.ids) - s.sent == 1), key=lambda s: s.last_step)
-    prompts = [s for s in ready if len(s.ids) - s.sent > 1]
+    prompts = [s for s in ready if len(s.ids) - s.sent > 1 and not _waits(state, s)]
     only_prompts = all(s.n_generated == 0 for s in state.live.values())
     if len(state.laps) >= (max(state.in_flight, LAPS_AHEAD) if only_prompts else state.in_flight):
         return None
@@ -254,8 +261,6 @@ def _batch(state: State, decodes: list[Sequence], prompts: list[Sequence]) -> Ba
         if room == 0 or len(lanes) == state.max_lanes or len(sequence.counts) > counts:
             break
         shared = _shared(state, sequence, taken)
-        if shared is WAIT:
-            continue
         first = shared.length if shared is not None else sequence.sent
         end = min(first + room, len(sequence.ids))
         readout = int(end == len(sequence.ids))
@@ -275,21 +280,31 @@ def _batch(state: State, decodes: list[Sequence], prompts: list[Sequence]) -> Ba
     return Batch(state.next_step, tuple(lanes), tuple(ids), traced) if lanes else None
 
 
-WAIT = Shared(b"", 0, 0)  # for positions that another sequence is about to compute
-
-
 def _shared(state: State, sequence: Sequence, taken: Container[int]) -> Shared | None:
     """What the next lane of a sequence shares: at its start, if that was not lost."""
-    if sequence.sent > 0 or sequence.traced or sequence.lost:  # of one that is traced, all is to be told
+    if not _may_share(sequence):
         return None
-    others = [(slot, other) for slot, other in state.held.items() if other is not sequence and slot not in taken]
-    found = prefix.longest(sequence.ids, ((slot, other.ids, other.sent) for slot, other in others))
-    before = []  # those that were admitted earlier
-    for other in state.live.values():
-        if other is sequence:
-            break
-        before.append((other.slot, other.ids, other.n_prompt))
-    coming = prefix.longest(sequence.ids, before)
-    if coming is not None and coming[1] > max(state.live[coming[0]].sent, found[1] if found else 0):
-        return WAIT
+    found = _held(state, sequence, taken)
     return Shared(state.held[found[0]].short_id, *found) if found is not None else None
+
+
+def _waits(state: State, sequence: Sequence) -> bool:
+    """Whether one that was admitted earlier is about to compute more of its start than is there now."""
+    if not _may_share(sequence):
+        return False
+    before = [(s.slot, s.ids, s.n_prompt) for s in takewhile(lambda s: s is not sequence, state.live.values())]
+    coming = prefix.longest(sequence.ids, before)
+    if coming is None:
+        return False
+    found = _held(state, sequence, ())
+    return coming[1] > max(state.live[coming[0]].sent, found[1] if found else 0)
+
+
+def _held(state: State, sequence: Sequence, taken: Container[int]) -> tuple[int, int] | None:
+    others = ((slot, s.ids, s.sent) for slot, s in state.held.items() if s is not sequence and slot not in taken)
+    return prefix.longest(sequence.ids, others)
+
+
+def _may_share(sequence: Sequence) -> bool:
+    """Of one that is traced, all is to be told; of one that was lost, what was believed to be there may not be."""
+    return sequence.sent == 0 and not sequence.traced and not sequence.lost

@@ -15,12 +15,12 @@ from pptasks.request import Request, is_stream_name
 from pptasks.stops import StopFilter
 from pptasks.stream import Piece, TokenLogprobs
 from pptasks.text import Decoder, Text
-from pptasks.wire import short_id
 from workers.sample import Token
 from workers.scheduler import Sequence
 
 CHARS_AT_ONCE = 1 << 16  # are tokenized in some 50 ms
 RECENT_HOPS = 4096
+MAX_ID = 255
 
 
 @dataclass
@@ -47,7 +47,9 @@ class Session:
         shown = self.stops.push(self.decoder.push(token.id))
         reason = "stop" if self.stops.is_hit else sequence.finish_reason
         if reason is not None:
-            shown += self.stops.push(self.decoder.finish()) + self.stops.finish()
+            shown += self.stops.push(self.decoder.finish())
+            reason = "stop" if self.stops.is_hit else reason
+            shown += self.stops.finish()
         self.text.append(shown)
         logprobs = () if self.logprobs is None else (_logprobs(token, text),)
         if self.logprobs is not None:
@@ -89,8 +91,8 @@ class Door:
     vocabulary: int
     context: int
 
-    def open(self, celery_request: Any) -> Session:
-        """Raises RequestError for what anybody may have sent."""
+    def open(self, celery_request: Any, short_id: bytes) -> Session:
+        """short_id: 16 bytes that no other request has had. Raises RequestError for what anybody may have sent."""
         args, kwargs, _ = celery_request._payload
         if args:
             raise RequestError(
@@ -105,7 +107,7 @@ class Door:
             )
         sequence = Sequence(
             request_id=celery_request.id,
-            short_id=short_id(celery_request.id),
+            short_id=short_id,
             ids=ids,
             n_prompt=len(ids),
             max_tokens=min(request.max_tokens, self.context - len(ids) + 1),
@@ -142,6 +144,11 @@ class Door:
             raise PromptTooLong(
                 f"the prompt has at least {least} tokens, but the context holds {self.context}: shorten it"
             )
+
+
+def is_id(value: object) -> bool:
+    """Whether a request with that task id can be told of: anybody may have sent it."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_ID and value.isprintable()
 
 
 def reply_of(celery_request: Any) -> str:

@@ -5,14 +5,14 @@ Rows are positions; a lane of `length` rows occupies that many rows of the paylo
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pptasks.errors import CacheMiss, MalformedFrame, RequestFailed, WrongPlan
+from pptasks.errors import CacheMiss, MalformedFrame, WrongPlan
 from pptasks.plan import Plan
 from pptasks.routing import produces
 from pptasks.wire import DTYPES, ErrorCode, Frame, Kind, Lane, columns
@@ -49,8 +49,9 @@ class Stage:
         lap = _Lap(frame.step, frame.traced, frame.compute_us, began)
         return self._compute(lap, frame.lanes, frame.payload.astype(np.float32))
 
-    def read_out(self, lanes: Sequence[Lane], hidden: np.ndarray) -> list[Token]:
-        """Sampled tokens, one a read-out in the order of the lanes; hidden: float32 (sum of read-outs, D)."""
+    def read_out(self, lanes: Sequence[Lane], hidden: np.ndarray) -> list[Token | None]:
+        """Sampled tokens, one a read-out in the order of the lanes; hidden: float32 (sum of read-outs, D). None where
+        no logit is the largest: something on the way here overflowed, or is broken."""
         logits = self.slice.logits(hidden) if len(hidden) else hidden  # (n, V)
         places = [
             (lane, position)
@@ -59,25 +60,24 @@ class Stage:
         ]
         return [self._sample(row, *place) for row, place in zip(logits, places, strict=True)]
 
-    def _sample(self, logits: np.ndarray, lane: Lane, position: int) -> Token:
-        """Raises RequestFailed where no logit is the largest: something on the way here overflowed, or is broken."""
-        if not np.isfinite(logits.max()):
-            raise RequestFailed(f"the logits of position {position} are not finite: verify the model with `pp verify`")
-        return choose(logits, lane.sampling, position, lane.counts)
+    def _sample(self, logits: np.ndarray, lane: Lane, position: int) -> Token | None:
+        return choose(logits, lane.sampling, position, lane.counts) if np.isfinite(logits.max()) else None
 
-    def tokens_of(self, frame: Frame) -> list[tuple[Lane, list[Token]]]:
-        """What a frame brings back to the head: read out here in a ring, on the last stage in a line."""
+    def tokens_of(self, frame: Frame) -> list[tuple[Lane, list[Token] | None]]:
+        """What a frame brings back to the head: read out here in a ring, on the last stage in a line. None for a lane
+        that has none, see `not_finite`. Raises MalformedFrame for ids that are none."""
         began = time.perf_counter_ns()
         self.check(frame)
         if frame.kind is Kind.RETURN:
-            tokens = iter(self.read_out(frame.lanes, frame.payload.astype(np.float32)))
+            tokens: Iterator[Token | None] = iter(self.read_out(frame.lanes, frame.payload.astype(np.float32)))
             self.busy_us += (time.perf_counter_ns() - began) // 1000
         elif frame.kind is Kind.TOKENS:
             owners = [lane for lane in frame.lanes for _ in range(lane.readout)]
-            tokens = (Token.from_row(row, lane.sampling) for row, lane in zip(frame.payload, owners, strict=True))
+            rows = zip(frame.payload, owners, strict=True)
+            tokens = (Token.from_row(row, lane.sampling, self.slice.vocab_size) for row, lane in rows)
         else:
             raise MalformedFrame(f"the head got a frame of kind {frame.kind.name}")
-        return [(lane, list(islice(tokens, lane.readout))) for lane in frame.lanes]
+        return [(lane, _all(islice(tokens, lane.readout))) for lane in frame.lanes]
 
     def check(self, frame: Frame) -> None:
         """Raises WrongPlan unless the frame belongs to this run and this plan, MalformedFrame if its rows are not our
@@ -127,9 +127,23 @@ class Stage:
         if kind is not Kind.ACTIVATION:
             ends = np.cumsum(lengths)
             x = x[np.concatenate([np.arange(end - lane.readout, end) for end, lane in zip(ends, lanes, strict=True)])]
-        payload = rows_of(self.read_out(lanes, x), columns(lanes)) if kind is Kind.TOKENS else x.astype(self._wire)
-        frame = self._frame(kind, lap.step, lanes, payload, compute_us=lap.so_far_us(), traced=lap.traced)
-        return [frame, self._frame(Kind.TRACE, lap.step, lanes, computed)] if lap.traced else [frame]
+        trace = [self._frame(Kind.TRACE, lap.step, lanes, computed)] if lap.traced else []
+        if kind is Kind.TOKENS:
+            return self._tokens(lap, lanes, x) + trace
+        payload = x.astype(self._wire)
+        return [self._frame(kind, lap.step, lanes, payload, compute_us=lap.so_far_us(), traced=lap.traced), *trace]
+
+    def _tokens(self, lap: "_Lap", lanes: tuple[Lane, ...], hidden: np.ndarray) -> list[Frame]:
+        """The read-out of a line: an error for each lane that has no token, and the tokens of all others."""
+        tokens = iter(self.read_out(lanes, hidden))
+        found = [(lane, _all(islice(tokens, lane.readout))) for lane in lanes]
+        frames = [self.error(ErrorCode.FAILED, lap.step, [lane], not_finite(lane)) for lane, of in found if of is None]
+        sound = tuple(lane for lane, of in found if of is not None)
+        if sound:
+            rows = rows_of([token for _, of in found if of is not None for token in of], columns(sound))
+            us = lap.so_far_us()
+            frames.append(self._frame(Kind.TOKENS, lap.step, sound, rows, compute_us=us, traced=lap.traced))
+        return frames
 
     def _frame(
         self,
@@ -156,6 +170,18 @@ class _Lap:
 
     def so_far_us(self) -> int:
         return self.before_us + (time.perf_counter_ns() - self.began) // 1000
+
+
+def not_finite(lane: Lane) -> str:
+    """Why a lane has no token: something on the way here overflowed, or is broken."""
+    position = lane.position + lane.length - 1
+    return f"the logits of position {position} are not finite: verify the model with `pp verify`"
+
+
+def _all(tokens: Iterable[Token | None]) -> list[Token] | None:
+    """None if one is missing."""
+    found = list(tokens)
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def _positions(lanes: Sequence[Lane]) -> np.ndarray:

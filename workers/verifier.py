@@ -62,9 +62,9 @@ class Verifier:
         watched = self._watched[sequence.short_id]
         watched.on_checked, watched.by = on_checked, time.monotonic() + self._patience_s
 
-    def __contains__(self, short_id: bytes) -> bool:
+    def __contains__(self, request_id: str) -> bool:
         """Whether this request is being answered or checked."""
-        return short_id in self._watched
+        return any(watched.sequence.request_id == request_id for watched in self._watched.values())
 
     def forget(self, sequence: Sequence) -> None:
         """It failed, or was cancelled: there is nothing to check."""

@@ -101,7 +101,7 @@ class Events:
         self._heading, self._accounts = heading, dict[int, Account]()
         n = len(heading.ask.prompts) * heading.ask.n
         self._frames = [self._frame(i) for i in range(n)]
-        self._offsets = [len(heading.echo(i)) for i in range(n)]  # of the text that comes next, in characters
+        self._offsets = [len(heading.echo(i)) for i in range(n)]  # of the token that comes next, in characters
 
     def opening(self) -> bytes:
         """What stands before all pieces: the role of a chat's message, or the prompts that are repeated."""
@@ -117,7 +117,7 @@ class Events:
             event = self._with_logprobs(choice, piece)
         elif piece.text:
             event = self._text(choice, piece.text)
-        self._offsets[choice] += len(piece.text)
+        self._offsets[choice] += sum(len(token.text) for token in piece.logprobs)
         if piece.account is None:
             return event
         self._accounts[choice] = piece.account
@@ -176,7 +176,8 @@ def _token(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _text_logprobs(tokens: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-    """`offset`: of the first token's text in all of the answer's. A token itself is always among the likeliest."""
+    """`offset`: of the first token's text in all of them, one after the other. A token itself is always among the
+    likeliest."""
     offsets = []
     for token in tokens:
         offsets.append(offset)

@@ -17,6 +17,12 @@ from pptasks.keys import Keys
 from pptasks.members import Member, read_member
 from tests.integration.run import LONG_S, Command, Ended, bound
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG: dict[str, Any] = {
+    "prompt": [36, 37],
+    "max_tokens": 3900,
+}  # takes the golden model seconds, and meets no stop token
+KEY, PAGE = "sk-of-the-tests", "https://chat.example.org"  # of the server that asks for a key
 IDLE = {"live": 0, "waiting": 0, "in_flight": 0}
 
 

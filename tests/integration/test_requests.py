@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import numpy as np
@@ -123,6 +124,16 @@ def test_ping_is_answered_while_a_request_runs(producer: Celery, cluster: LocalC
     assert {name.split("@")[0] for name in json.loads(answered.stdout)} == {"pp-stage-0", "pp-stage-1"}
 
 
+def test_pings_from_one_thread_after_another_are_answered(producer: Celery, cluster: LocalCluster) -> None:
+    """Each has a reply queue of its own, and they share a connection: as Flower does."""
+    answers = []
+    for _ in range(3):
+        asking = Thread(target=lambda: answers.append(producer.control.inspect(timeout=2.0).ping()))
+        asking.start()
+        asking.join()
+    assert [len(answer or ()) for answer in answers] == [cluster.plan.n_stages] * 3
+
+
 @pytest.fixture
 def flower(cluster: LocalCluster, wait_until: WaitUntil) -> Iterator[str]:
     """A real Flower on the run, as `celery -A pptasks flower` starts it; its URL."""
@@ -205,8 +216,15 @@ def bad_messages(cluster: LocalCluster) -> dict[str, bytes]:
         "JSON that is no envelope": b'{"a": 1}',
         "an envelope of another task": json.dumps(envelope("somebody.elses.task")).encode(),
         "an envelope whose body is no base64": json.dumps(envelope("pptasks.generate") | {"body": "%%%"}).encode(),
+        "a request whose id is no text": json.dumps(with_id(5)).encode(),
+        "a request whose id is half a surrogate": json.dumps(with_id("\ud800")).encode(),
         "a hop inside an envelope": json.dumps(envelope("pptasks.hop")).encode(),
     }
+
+
+def with_id(task_id: object) -> dict:
+    message = envelope("pptasks.generate")
+    return message | {"headers": message["headers"] | {"id": task_id, "root_id": task_id}}
 
 
 def envelope(task: str) -> dict:

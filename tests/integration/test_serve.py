@@ -11,10 +11,7 @@ import pytest
 
 from pptasks.models import open_model
 from pptasks.text import open_text
-from tests.integration.serving import Served, told
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-LONG: dict[str, Any] = {"prompt": [36, 37], "max_tokens": 3900}  # takes seconds, and meets no stop token
+from tests.integration.serving import CHAT, LONG, TEXT, Served, told
 
 
 @pytest.fixture(scope="module")

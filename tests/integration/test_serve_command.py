@@ -4,20 +4,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from tests.integration.run import Command, assert_one_line, pp
-from tests.integration.serving import Served, Timed, told
-
-CHAT, TEXT, KEY = "/v1/chat/completions", "/v1/completions", "sk-of-the-tests"
-LONG: dict[str, Any] = {"prompt": [36, 37], "max_tokens": 3900}
-PAGE = "https://chat.example.org"
-HELD = {"Authorization": f"Bearer {KEY}"}
-
+from tests.integration.serving import CHAT, KEY, LONG, PAGE, TEXT, Served, Timed, told
 
 # ---- what it refuses ----
 
@@ -52,22 +45,6 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 
 # ---- whom it lets in ----
-
-
-@pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory, long_golden: Path) -> Iterator[Served]:
-    """A server with a key, on a cluster that another command holds, that takes two answers at once."""
-    folder = tmp_path_factory.mktemp("strict")
-    with Command(folder, "up", "--json", "--name", "held", "--wire", "f32", "--model", str(long_golden)) as up:
-        assert up.process.stdout
-        assert b'"held"' in up.process.stdout.readline()
-        argv = ("--cluster", "held", "--cors", PAGE, "--max-queue", "2")
-        with Served(folder, *argv, PP_API_KEY=KEY, XDG_STATE_HOME=str(up.state)) as served:
-            served.http.headers.update(HELD)
-            yield served
-            assert served.stop().code == 0
-        up.signal(signal.SIGINT)
-        assert up.wait().code == 0
 
 
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer nope", KEY, f"Basic {KEY}", f"Bearer {KEY}x", "Bearer é"])
@@ -125,20 +102,25 @@ def mortal(tmp_path: Path, long_golden: Path) -> Iterator[Served]:
         yield served
 
 
-def test_a_pipeline_that_stalls_is_a_timeout_and_one_that_lost_a_stage_is_away(mortal: Served) -> None:
+def test_a_stage_that_stalls_is_away_until_it_goes_on(mortal: Served) -> None:
     stage1 = mortal.workers()[1]
     with mortal.stream(TEXT, **LONG) as stream:
         next(stream)
         stage1.suspend()
         *_, last = stream
     assert last["error"]["code"] == "timeout"
+    mortal.wait_for(lambda: mortal.http.get("/readyz").status_code == 503, "it is missed")
     response = mortal.post(TEXT, prompt="x", stream=True)
-    assert (response.status_code, told(response)["code"]) == (504, "timeout")
+    assert (response.status_code, told(response)["code"]) == (503, "unavailable")
     stage1.resume()
-    mortal.wait_for(lambda: mortal.post(TEXT, prompt="x", max_tokens=1).status_code == 200, "it goes on")
+    mortal.wait_for(lambda: mortal.http.get("/readyz").status_code == 200, "it is back")
+    assert mortal.text("x", max_tokens=1)["choices"]
+
+
+def test_a_stage_that_dies_fails_what_is_under_way_and_all_that_comes(mortal: Served) -> None:
     with mortal.stream(TEXT, **LONG) as stream, Timed() as timed:
         next(stream)
-        stage1.kill()
+        mortal.workers()[1].kill()
         *_, last = stream
     assert (last["error"]["type"], "stage 1" in last["error"]["message"]) == ("server_error", True)
     assert timed.seconds < 4  # well before the timeout

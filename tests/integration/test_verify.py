@@ -198,9 +198,10 @@ def sample_anything(pipe: Pipeline) -> None:
         stage._sample = lambda logits, lane, position: Token(5)  # type: ignore[method-assign]
 
 
-def test_logits_that_are_no_numbers_fail_the_request(goldens: Path) -> None:
+@pytest.mark.parametrize("readout", ["first", "last"])
+def test_logits_that_are_no_numbers_fail_the_request(goldens: Path, readout: str) -> None:
     """Verified or not: token 0 for ever is no answer."""
-    pipe = pipeline(goldens / "llama-tied", "3,3")
+    pipe = pipeline(goldens / "llama-tied", "3,3", readout=readout)
     change_output(pipe, lambda x: np.full_like(x, np.nan))
     with pytest.raises(RequestFailed, match="the logits of position 5 are not finite"):
         pipe.generate(PROMPT, N)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pptasks.errors import BadTag, WireError
 from pptasks.wire import (
     DTYPES,
+    MAX_COMPUTE_US,
     MAX_LOGPROBS,
     VERSION,
     ErrorCode,
@@ -67,7 +68,8 @@ def frames(draw: st.DrawFn) -> Frame:
     payload = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), dtype).reshape(rows, width)
     error = draw(st.sampled_from(ErrorCode))
     sender, traced = draw(st.integers(0, (1 << 16) - 1)), draw(st.booleans())
-    return Frame(kind, draw(ids), draw(ids), draw(u64), draw(u64), batch, payload, error, sender, traced)
+    compute_us = draw(st.integers(0, MAX_COMPUTE_US - 1))
+    return Frame(kind, draw(ids), draw(ids), draw(u64), compute_us, batch, payload, error, sender, traced)
 
 
 def refused(data: bytes, secret: bytes = SECRET) -> bool:

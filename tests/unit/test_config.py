@@ -38,6 +38,7 @@ FULL = Settings(
     weights="quantized",
     verify=True,
     audit_rate=0.5,
+    memory_share=0.5,
     kernels="tinygrad",
     lap_deadline_s=0.7,
     broker_grace_s=30.0,

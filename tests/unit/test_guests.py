@@ -84,8 +84,11 @@ def test_a_guest_leaves_with_its_run_whatever_it_is_told() -> None:
 
 
 def test_every_setting_is_the_runs_or_the_guests() -> None:
-    assert set(Settings(stage=0, memory="8G", context=1, secret="ab" * 32, cc="x",
-        slots=1, kv_bytes="1G", in_flight=1, hf_token="x", hf_home=Path("x")).to_env()) == OF_THE_RUN | OF_THE_GUEST  # fmt: skip
+    everything = Settings(
+        stage=0, memory="8G", context=1, slots=1, kv_bytes="1G", in_flight=1, secret="ab" * 32, cc="x", hf_token="x",
+        hf_home=Path("x"),
+    )  # fmt: skip
+    assert set(everything.to_env()) == OF_THE_RUN | OF_THE_GUEST
     assert not OF_THE_RUN & OF_THE_GUEST
 
 

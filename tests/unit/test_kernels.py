@@ -279,7 +279,9 @@ def test_a_block_that_lacks_a_tensor_is_not_run(missing: str):
 # ---- one order: bytes ----
 
 
-@pytest.fixture(scope="module", params=["f32", "f16", "bf16", "mistral", "odd gpt2", "odd qwen3", "Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+@pytest.fixture(
+    scope="module", params=["f32", "f16", "bf16", "mistral", "odd gpt2", "odd qwen3", "Q4_0", "Q4_1", "Q8_0", "Q6_K"]
+)
 def one_case(request: pytest.FixtureRequest) -> tuple[CpuKernels, ModelConfig]:
     case = CASES[request.param]
     return make(case), case.config

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from pptasks.errors import MalformedFrame
 from pptasks.wire import MAX_LOGPROBS, Sampling
 from workers.sample import Token, choose, rows_of, sample
 
@@ -222,7 +223,7 @@ def test_a_token_survives_its_row(token: Token, logprobs: int | None, wider: int
     row = token.to_row(sampling.columns + wider)
     assert (row.dtype, row.shape) == (np.int32, (sampling.columns + wider,))
     assert not row[sampling.columns :].any()
-    assert Token.from_row(row, sampling) == token
+    assert Token.from_row(row, sampling, 1 << 31) == token
 
 
 def test_a_row_is_the_id_then_the_bits_of_float32_values() -> None:
@@ -235,3 +236,12 @@ def test_rows_of_all_tokens_are_as_wide_as_the_widest() -> None:
     rows = rows_of([Token(1), Token(2, -1.0)], 2)
     assert (rows.shape, rows.dtype, rows[:, 0].tolist()) == ((2, 2), np.int32, [1, 2])
     assert rows_of([], 4).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "row", [[-7, 0, 3, 0], [50, 0, 3, 0], [3, 0, 50, 0], [3, 0x7FC00000, 3, 0], [3, 0, 3, 0x3F800000]]
+)
+def test_a_row_that_no_stage_of_ours_sends_is_refused(row: list[int]) -> None:
+    """Ids outside the vocabulary, a NaN, a probability above one."""
+    with pytest.raises(MalformedFrame):
+        Token.from_row(np.array(row, np.int32), Sampling(logprobs=1), 50)

@@ -459,3 +459,23 @@ class TestManyAtOnce:
         assert [(s.request_id, s.sent, s.slot) for s in head.waiting] == [("b", 0, -1), ("c", 0, -1), ("d", 0, -1)]
         assert all(slot == 0 for lap in head.laps.values() for slot in lap.open)
         assert set(head.held) <= {0}
+
+    @pytest.mark.parametrize("limit", ["max_lanes", "max_rows"])
+    def test_one_that_waits_for_another_does_not_hold_it_up(self, limit: str) -> None:
+        """ "a" has one id left, and "b" begins like it: with one row a lap, it was the turn of "b", for ever."""
+        head = state(n_slots=2, **{"max_rows": 64, limit: 1})
+        ids = list(range(40))
+        submit(head, sequence("a", prompt=ids), sequence("b", prompt=[*ids, 1, 2, 3]))
+        while len(head.live) < 2 or head.live[0].sent < 39:
+            self.serve(head)
+        self.serve(head, 8)
+        assert head.live[1].sent > 40
+
+    def test_what_a_failed_sequence_left_is_no_source(self) -> None:
+        head = state(n_slots=2, max_rows=64)
+        submit(head, sequence("a", prompt=list(range(40))))
+        self.serve(head)
+        head.fail(head.live[0])
+        submit(head, sequence("b", prompt=list(range(40))))
+        [lap] = self.serve(head)
+        assert lap.lanes[0].shared is None

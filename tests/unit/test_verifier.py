@@ -49,7 +49,7 @@ def test_a_check_waits_until_every_stage_has_told() -> None:
 
     keeper, a = Verifier(verify, stage(), patience_s=60), sequence("a")
     keeper.watch(a)
-    assert a.short_id in keeper
+    assert a.request_id in keeper
     keeper.record(told(a, 0, 0, 4))
     keeper.ended(a, outcomes.append)
     keeper.tick()
@@ -61,7 +61,7 @@ def test_a_check_waits_until_every_stage_has_told() -> None:
     keeper.tick()
     assert outcomes == ["verified"]
     assert asked[0][:2] == ([5, 6, 7, 8, 9], 3)
-    assert a.short_id not in keeper
+    assert a.request_id not in keeper
 
 
 def test_what_never_comes_fails_the_check_by_name() -> None:
@@ -109,7 +109,7 @@ def test_more_than_is_kept_is_refused_with_both_numbers() -> None:
     keeper = Verifier(pytest.fail, stage(n_stages=8, dim=8192), patience_s=60)
     with pytest.raises(RequestError, match=r"131075 positions of 8 stages take 34361 MB, and at most 1074 MB"):
         keeper.watch(sequence("a", max_tokens=1 << 17))
-    assert sequence("a").short_id not in keeper
+    assert sequence("a").request_id not in keeper
 
 
 def test_whoever_waits_is_told_when_the_worker_stops() -> None:

@@ -11,6 +11,7 @@ import pytest
 from pptasks.errors import BadTag, MalformedFrame, VersionMismatch, WireError
 from pptasks.wire import (
     DTYPES,
+    MAX_COMPUTE_US,
     MAX_COUNTS,
     MAX_FRAME_BYTES,
     MAX_LANES,
@@ -219,6 +220,8 @@ def test_another_secret_is_refused() -> None:
         {"kind": 0},
         {"kind": 6},
         {"error": 3},
+        {"compute_us": MAX_COMPUTE_US},  # years: the stages after could not add theirs
+        {"compute_us": (1 << 64) - 1},
         {"dtype": 5},
         {"dtype": 255},
     ],
@@ -352,7 +355,8 @@ def test_what_decode_would_refuse_is_not_encoded(changes: dict[str, object]) -> 
         {"plan": b"P"},
         {"run": b"R" * 17},
         {"step": -1},
-        {"compute_us": 1 << 64},
+        {"compute_us": MAX_COMPUTE_US},
+        {"compute_us": -1},
         {"payload": np.zeros(3)},
     ],
 )
